@@ -1,0 +1,1 @@
+"""The node half: who the node is, its private state, its training."""

@@ -1,0 +1,96 @@
+"""Who this node is: the one reader of Flower's `node_config`.
+
+In deployment a node says who it is with `flower-supernode --node-config`; in simulation Flower gives
+exactly `partition-id` and `num-partitions`, and the rest comes from the run config's fleet tables.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from server_app.settings import Settings, nearest
+
+EXAMPLE = """--node-config 'name="pi-3" model="cnn1" data="/srv/pictures" state-dir="/var/lib/heterofleet"'"""
+_SIMULATED = {"partition-id", "num-partitions"}
+
+
+class ProfileError(ValueError):
+    """`node_config` is missing, unknown or wrong; the message shows the line to type."""
+
+
+class NodeProfile(BaseModel):
+    """One node, frozen. Keys of `node_config` are these names in kebab-case (`name` for node_name).
+
+    Attributes:
+        node_name: stable name; names files and seeds. Letters, digits, dot, dash, underscore.
+        partition: shard of the data source; None where the node reads its own `data`.
+        num_partitions: shards in all; None as above.
+        model: name for `models.build`.
+        rank_ratio: kept rank over full rank, in (0, 1].
+        device: "auto", "cpu" or "cuda".
+        data: the node's own source (folder, file, Hugging Face name); empty: the run config's.
+        state_dir: where private state is kept; absolute after `of`.
+        simulated: True where Flower simulates this node.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    node_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    partition: Annotated[int | None, Field(ge=0)] = None
+    num_partitions: Annotated[int | None, Field(ge=1)] = None
+    model: str
+    rank_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda)$")] = "auto"
+    data: str = ""
+    state_dir: str
+    simulated: bool = False
+
+    @classmethod
+    def of(cls, node_config: Mapping[str, Any], settings: Settings) -> NodeProfile:
+        """Return the profile from `node_config` first, else from the fleet tables by partition.
+
+        Raises:
+            ProfileError: with the `--node-config` to type.
+        """
+        known = {"name", "partition-id", "num-partitions", "model", "rank-ratio", "device", "data", "state-dir"}
+        for key in node_config:
+            if key not in known:
+                raise ProfileError(f"node-config key {key!r} is unknown{nearest(key, known)}; for example: {EXAMPLE}")
+        partition = node_config.get("partition-id")
+        if partition is None and not node_config.get("name"):
+            raise ProfileError(f"this node has no name; start flower-supernode with, for example: {EXAMPLE}")
+        if partition is None and not node_config.get("data"):
+            raise ProfileError(f"node {node_config['name']!r} has neither data nor partition-id; for example: {EXAMPLE}")
+        fleet, index = settings.fleet, int(partition or 0)
+        state_dir = node_config.get("state-dir") or settings.state_dir or str(home() / "state")
+        try:
+            return cls(
+                node_name=str(node_config.get("name") or f"partition-{partition}"),
+                partition=partition,
+                num_partitions=node_config.get("num-partitions"),
+                model=str(node_config.get("model") or fleet.models[index % len(fleet.models)]),
+                rank_ratio=node_config.get("rank-ratio", fleet.rank_ratios[index % len(fleet.rank_ratios)]),
+                device=str(node_config.get("device", "auto")),
+                data=str(node_config.get("data", "")),
+                state_dir=str(Path(state_dir).expanduser().resolve()),
+                simulated=set(node_config) == _SIMULATED,
+            )
+        except ValidationError as error:
+            lines = [f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg']}" for e in error.errors()]
+            raise ProfileError("node-config: " + "; ".join(lines) + f"; for example: {EXAMPLE}") from None
+
+
+def home() -> Path:
+    """Return the folder for state, caches and runs when no other is named: $HETEROFLEET_HOME or ~/.heterofleet."""
+    return Path(os.environ.get("HETEROFLEET_HOME") or "~/.heterofleet").expanduser().resolve()
+
+
+def safe_name(text: str) -> str:
+    """Return `text` as one file-name part: anything but letters, digits, dot, dash, underscore becomes a dash."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "unnamed"

@@ -1,0 +1,92 @@
+"""What crosses between the halves, as plain dataclasses, and its encoding into Flower records.
+
+Flower serialises numpy arrays only, so bfloat16 travels as its bit pattern in int16. A tensor
+whose wire dtype differs from the sender's is listed beside the record and comes back as sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+
+Scalar = int | float | str | bool
+Tensors = dict[str, torch.Tensor]
+
+_WIRE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_ARRAYS, _DTYPES = "arrays", "dtypes"
+
+
+@dataclass
+class Payload:
+    """What goes out to one node. The same object for several nodes is sent as one record.
+
+    Attributes:
+        tensors: shared tensors by name.
+        settings: scalars of the method for this node and round.
+    """
+
+    tensors: Tensors = field(default_factory=dict)
+    settings: dict[str, Scalar] = field(default_factory=dict)
+
+
+@dataclass
+class Update:
+    """What one node sends back.
+
+    Attributes:
+        tensors: shared tensors by name; never a private one.
+        num_examples: training samples used, > 0; the node's weight unless the method says otherwise.
+        metrics: scalars measured on the node.
+    """
+
+    tensors: Tensors = field(default_factory=dict)
+    num_examples: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def encode(tensors: Mapping[str, torch.Tensor], dtype: str = "float32") -> RecordDict:
+    """Return the records that carry `tensors`; floating tensors wider than `dtype` are narrowed to it.
+
+    Args:
+        tensors: name -> tensor of any device and layout; 0-d tensors keep their shape.
+        dtype: "float32", "float16" or "bfloat16".
+    """
+    wire: Tensors = {}
+    restore: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        value = tensor.detach().to("cpu")
+        sent = value.dtype
+        if value.is_floating_point() and torch.finfo(value.dtype).bits > torch.finfo(_WIRE[dtype]).bits:
+            value = value.to(_WIRE[dtype])
+        if value.dtype != sent or value.dtype == torch.bfloat16:
+            restore[name] = f"{str(sent).removeprefix('torch.')}:{str(value.dtype).removeprefix('torch.')}"
+        wire[name] = (value.view(torch.int16) if value.dtype == torch.bfloat16 else value).contiguous()
+    return RecordDict({_ARRAYS: ArrayRecord(wire), _DTYPES: ConfigRecord(dict(restore))})
+
+
+def decode(content: RecordDict) -> Tensors:
+    """Return the tensors of a message, in the dtypes in which they were handed to `encode`."""
+    record, restore = content[_ARRAYS], content[_DTYPES]
+    assert isinstance(record, ArrayRecord) and isinstance(restore, ConfigRecord)
+    tensors: Tensors = dict(record.to_torch_state_dict())
+    for name, pair in restore.items():
+        sent, wire = str(pair).split(":")
+        value = tensors[name]
+        if wire == "bfloat16":
+            value = value.view(torch.bfloat16)
+        tensors[name] = value.to(getattr(torch, sent))
+    return tensors
+
+
+def wire_bytes(content: RecordDict) -> int:
+    """Return the bytes of all records as serialised (arrays with their numpy headers)."""
+    total = 0
+    for record in content.values():
+        if isinstance(record, ArrayRecord):
+            total += sum(len(array.data) + len(name) for name, array in record.items())
+        else:
+            total += record.count_bytes()
+    return total

@@ -1,0 +1,80 @@
+"""The node half of a method: what `client_app.app` calls, and all that a method must write."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from strategies.messages import Payload, Scalar, Tensors, Update
+
+if TYPE_CHECKING:
+    from client_app.profile import NodeProfile
+    from server_app.settings import Section, Settings
+    from tasks import Task
+
+
+@dataclass(frozen=True)
+class NodeContext:
+    """What a trainer is built from.
+
+    Attributes:
+        profile: who this node is (name, model, rank ratio, device).
+        settings: the run's settings; `config` is the method's own, already checked.
+        task: this node's data, loss and metric.
+        device: where tensors are put.
+        seed: 63-bit integer from (run seed, node name); the node's random start depends on nothing else.
+    """
+
+    profile: NodeProfile
+    settings: Settings
+    config: Section
+    task: Task
+    device: torch.device
+    seed: int
+
+
+class Trainer(ABC):
+    """One node's models and how they are trained. Built anew for each message; state comes from the store.
+
+    `__init__` builds the models with the node's seeded random start and must not read data.
+    """
+
+    def __init__(self, context: NodeContext) -> None:
+        self.context = context
+
+    def describe(self) -> dict[str, Scalar]:
+        """Return what the server must know to build a payload for this node (sizes, layouts)."""
+        return {}
+
+    @abstractmethod
+    def private_state(self) -> Tensors:
+        """Return the tensors that survive a round on this node and never leave it."""
+
+    @abstractmethod
+    def load_private_state(self, state: Tensors) -> None:
+        """Take over `state`; names, shapes and dtypes equal those of `private_state()` (the store checks)."""
+
+    @abstractmethod
+    def receive(self, payload: Payload) -> None:
+        """Take over the shared tensors of `payload`; raises ValueError naming the key that does not fit."""
+
+    @abstractmethod
+    def train(self, payload: Payload, generator: torch.Generator) -> Update:
+        """Return the update after local training; `receive(payload)` has been called.
+
+        Args:
+            payload: what the server sent (its `settings` may steer the training).
+            generator: CPU generator seeded from (run seed, node name, round): the only source of randomness.
+        """
+
+    @abstractmethod
+    def predict(self, batch: torch.Tensor) -> torch.Tensor:
+        """Return outputs (B, C) of this node's own model for a prepared batch; evaluation calls nothing else."""
+
+    @abstractmethod
+    def exportable(self) -> dict[str, nn.Module]:
+        """Return the models worth taking away, the default one first: name -> module, (B, *input_shape) -> (B, C)."""
