@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-
 S = TypeVar("S", bound=BaseModel)
 
 
@@ -113,6 +112,7 @@ class Settings(Section):
     alone: bool = True
     export: bool = False
     eval_every: int = Field(1, ge=0)
+    eval_local: bool = False
     fleet: FleetSettings = FleetSettings()
     data: DataSettings = DataSettings()
     train: TrainSettings = TrainSettings()

@@ -68,9 +68,14 @@ def encode(tensors: Mapping[str, torch.Tensor], dtype: str = "float32") -> Recor
 
 
 def decode(content: RecordDict) -> Tensors:
-    """Return the tensors of a message, in the dtypes in which they were handed to `encode`."""
-    record, restore = content[_ARRAYS], content[_DTYPES]
-    assert isinstance(record, ArrayRecord) and isinstance(restore, ConfigRecord)
+    """Return the tensors of a message, in the dtypes in which they were handed to `encode`.
+
+    Raises:
+        ValueError: the message was not made by `encode`.
+    """
+    record, restore = content.get(_ARRAYS), content.get(_DTYPES)
+    if not isinstance(record, ArrayRecord) or not isinstance(restore, ConfigRecord):
+        raise ValueError("the message carries no tensors: the sender runs another version of this app")
     tensors: Tensors = dict(record.to_torch_state_dict())
     for name, pair in restore.items():
         sent, wire = str(pair).split(":")

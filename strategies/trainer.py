@@ -78,3 +78,22 @@ class Trainer(ABC):
     @abstractmethod
     def exportable(self) -> dict[str, nn.Module]:
         """Return the models worth taking away, the default one first: name -> module, (B, *input_shape) -> (B, C)."""
+
+
+def load_exactly(module: nn.Module, tensors: Tensors) -> None:
+    """Load `tensors` into `module`; raises ValueError naming every key that is missing, unexpected or of another shape."""
+    own = module.state_dict()
+    wrong = [f"{name} is missing" for name in sorted(own.keys() - tensors.keys())]
+    wrong += [f"{name} is unexpected" for name in sorted(tensors.keys() - own.keys())]
+    wrong += [
+        f"{name} is {tuple(tensors[name].shape)}, the model has {tuple(own[name].shape)}"
+        for name in sorted(own.keys() & tensors.keys())
+        if own[name].shape != tensors[name].shape
+    ]
+    if wrong:
+        raise ValueError(
+            f"tensors do not fit the model: {'; '.join(wrong[:6])}" + (f"; and {len(wrong) - 6} more" if len(wrong) > 6 else "")
+        )
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_(tensors[name])

@@ -1,0 +1,76 @@
+"""Server half shared by the methods that average one set of tensors: FedAvg all of the model, FedMRL the small one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import models
+from strategies.aggregation import WeightedMean
+from strategies.engine import HeteroStrategy
+from strategies.fleet import FleetError, Node
+from strategies.messages import Payload, Tensors, Update
+from strategies.seeds import seeded
+
+
+class AveragingStrategy(HeteroStrategy):
+    """theta <- sum_k w_k theta_k / sum_k w_k over the nodes that replied, w_k = n_k or 1."""
+
+    uniform = False
+
+    @abstractmethod
+    def build(self, input_shape: tuple[int, ...], num_outputs: int) -> models.SplitModel:
+        """Return the shared model; its tensors are what travels."""
+
+    def prepare(self, nodes: list[Node]) -> None:
+        facts = {(str(n.facts["input_shape"]), int(n.facts["num_outputs"])): n.name for n in reversed(nodes)}
+        if len(facts) > 1:
+            shown = "; ".join(f"{name}: input {shape}, {outputs} classes" for (shape, outputs), name in sorted(facts.items()))
+            raise FleetError(
+                f"the nodes share a model and need one input shape and one number of classes, but {shown}; set data.num-classes"
+            )
+        if hasattr(self, "theta"):
+            return
+        (shape, outputs), _ = next(iter(facts.items()))
+        with seeded(self.settings.seed, "shared"):
+            self.model = self.build(tuple(int(part) for part in shape.split(",")), outputs)
+        self.theta: Tensors = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        if self._restored is not None:
+            self._take(self._restored)
+
+    _restored: Tensors | None = None
+
+    def begin_round(self, server_round: int, nodes: list[Node]) -> None:
+        expected = sum(max(1, int(node.facts.get("num_train", 1))) for node in nodes)
+        self._mean = WeightedMean(self.theta, scale=float(len(nodes) if self.uniform else expected))
+        self._payload = Payload(self.theta)
+
+    def payload_for(self, node: Node) -> Payload:
+        if self._payload.tensors is not self.theta:
+            self._payload = Payload(self.theta)
+        return self._payload
+
+    def fold(self, node: Node, update: Update) -> None:
+        self._mean.add(update.tensors, 1.0 if self.uniform else float(update.num_examples))
+
+    def end_round(self) -> dict[str, float]:
+        old, self.theta = self.theta, self._mean.result()
+        moved = sum(float((self.theta[n].double() - t.double()).square().sum()) for n, t in old.items() if t.is_floating_point())
+        return {"shared_change": moved**0.5}
+
+    def state_dict(self) -> Tensors:
+        return dict(self.theta)
+
+    def load_state_dict(self, state: Tensors) -> None:
+        self._restored = state
+
+    def _take(self, state: Tensors) -> None:
+        wrong = sorted(
+            {n for n in self.theta.keys() | state.keys() if n not in state or n not in self.theta}
+            | {n for n in self.theta.keys() & state.keys() if self.theta[n].shape != state[n].shape}
+        )
+        if wrong:
+            raise FleetError(
+                f"the checkpoint's shared part does not fit this run's model: {', '.join(wrong[:6])}"
+                "; resume with the settings of the first run"
+            )
+        self.theta = dict(state)

@@ -1,0 +1,325 @@
+"""The round engine: what every method's server half is built on.
+
+A method writes `prepare`, `payload_for`, `begin_round`, `fold`, `end_round` and its state; it never sees a Message
+and never loops over replies. Replies are folded as they arrive; what a method folds into must not depend on their
+order (see `strategies.aggregation`), so that the same seed gives the same bits with 1 or 4 workers.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from logging import INFO, WARNING
+from typing import Any, Protocol
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy import Strategy as FlowerStrategy
+
+from client_app.protocol import ORDER, PAYLOAD, Order, report_of
+from server_app.settings import Section, Settings
+from strategies.aggregation import UpdateError, check_update
+from strategies.exchange import Exchange
+from strategies.fleet import Fleet, FleetError, Node, ask
+from strategies.messages import Payload, Scalar, Tensors, Update, decode, encode, wire_bytes
+from strategies.summary import personalized
+
+
+class Journal(Protocol):
+    """Where the engine reports to (see `server_app.recorder`)."""
+
+    def node(self, row: dict[str, Any]) -> None: ...
+    def round(self, row: dict[str, Any]) -> None: ...
+    def failure(self, server_round: int, node: str, phase: str, reason: str) -> None: ...
+    def checkpoint(self, server_round: int, strategy: HeteroStrategy) -> None: ...
+
+
+class HeteroStrategy(FlowerStrategy):
+    """Server half of a method over nodes with different models.
+
+    Args:
+        settings: the run's settings.
+        config: the method's own settings.
+        order: fixed part of every message (run, experiment, lineage, state_dir).
+        journal: takes rows and checkpoints.
+    """
+
+    uploads = True  # False where nodes send no tensors
+
+    def __init__(self, settings: Settings, config: Section, order: Order, journal: Journal) -> None:
+        self.settings, self.config, self.order, self.journal = settings, config, order, journal
+        self.first_round = 1
+        self._grid: Grid
+        self._fleet: Fleet
+        self._exchange: Exchange
+        self._here: list[Node] = []
+        self._sampled: list[Node] = []
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._records: dict[int, tuple[Payload, RecordDict]] = {}
+
+    # What a method writes ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def prepare(self, nodes: list[Node]) -> None:
+        """Make or check the server's state for these nodes; called whenever nodes may have joined.
+
+        Raises:
+            FleetError: the nodes do not fit together.
+        """
+
+    @abstractmethod
+    def begin_round(self, server_round: int, nodes: list[Node]) -> None:
+        """Start new sums for the sampled nodes; called again when a round is repeated."""
+
+    @abstractmethod
+    def payload_for(self, node: Node) -> Payload:
+        """Return what `node` gets; return the same object for nodes that get the same."""
+
+    @abstractmethod
+    def fold(self, node: Node, update: Update) -> None:
+        """Add one node's update; raises UpdateError to refuse it. Must not keep the update."""
+
+    @abstractmethod
+    def end_round(self) -> dict[str, float]:
+        """Make the new state from what was folded; return the method's own numbers."""
+
+    @abstractmethod
+    def state_dict(self) -> Tensors:
+        """Return everything of the server that survives a round."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Tensors) -> None:
+        """Take over a checkpoint; raises ValueError where it does not fit."""
+
+    def expected(self, node: Node) -> Tensors:
+        """Return names, shapes and dtypes of `node`'s update: by default those of what it was sent."""
+        return self.payload_for(node).tensors if self.uploads else {}
+
+    def evaluate_shared(self) -> dict[str, float]:
+        """Return metrics of the shared model on the common test set; {} where there is none."""
+        return {}
+
+    def shared_tensors(self) -> Tensors:
+        """Return the shared part as it is handed out at the end of a run."""
+        return self.state_dict()
+
+    # The loop ------------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Any = None,
+    ) -> Result:
+        """Run rounds `first_round` to `num_rounds`; the arguments after it are Flower's and not used.
+
+        Raises:
+            FleetError: too few nodes joined, or a round stayed below the quorum; the last checkpoint is intact.
+        """
+        self._grid, self._exchange = grid, Exchange(grid)
+        self._fleet = Fleet(grid, self._exchange, self.settings.fleet, self._describe, report_of)
+        self.summary()
+        self._here = self._fleet.wait(self._failure_of(self.first_round, "describe"))
+        result = Result()
+        for server_round in range(self.first_round, num_rounds + 1):
+            started = time.perf_counter()
+            self._records.clear()
+            if server_round > self.first_round:
+                self._here = self._fleet.refresh(self._failure_of(server_round, "describe"))
+            method = self._train_round(grid, server_round)
+            evaluated = self._evaluate_round(grid, server_round, last=server_round == num_rounds)
+            self._report(server_round, time.perf_counter() - started, method, evaluated)
+            self.journal.checkpoint(server_round, self)
+            self.order = Order(**{**vars(self.order), "checkpoint_round": server_round})
+        result.arrays = ArrayRecord(self.shared_tensors())
+        return result
+
+    def _train_round(self, grid: Grid, server_round: int) -> dict[str, float]:
+        fleet = self._fleet
+        for attempt in range(self.settings.fleet.retries + 1):
+            if attempt:
+                log(WARNING, "round %d is repeated (fleet.retries)", server_round)
+                self._here = fleet.refresh(self._failure_of(server_round, "describe"))
+            if len(self._here) >= 1:
+                messages = self.configure_train(server_round, ArrayRecord(), ConfigRecord(), grid)
+                _, metrics = self.aggregate_train(server_round, self._replies(messages, server_round, "train"))
+                if metrics is not None:
+                    return {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
+        reasons = [f"- {name}: {row['reason']}" for name, row in sorted(self._rows.items()) if "reason" in row][:8]
+        raise FleetError(
+            "\n".join(
+                [
+                    f"round {server_round}: {self._folded()} of {len(self._sampled)} sampled nodes gave a usable update, "
+                    f"{fleet.needed(len(self._sampled))} are needed (fleet.quorum = {self.settings.fleet.quorum:g}); "
+                    f"the last complete round is {self.order.checkpoint_round}",
+                    *reasons,
+                ]
+            )
+        )
+
+    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
+        """Return one message for each node sampled for this round, heaviest model first (it would finish last)."""
+        self.prepare(self._here)
+        self._sampled = self._fleet.sample(self._here, self.settings.seed, server_round)
+        self._rows = {node.name: {} for node in self._sampled}
+        self.begin_round(server_round, self._sampled)
+        heaviest_first = sorted(self._sampled, key=lambda n: -int(n.facts.get("parameters", 0)) * int(n.facts.get("num_train", 1)))
+        return [self._message(node, "train", server_round) for node in heaviest_first]
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Fold each reply as it comes; return (None, None) below the quorum, else the method's numbers."""
+        for reply in replies:
+            node = self._by_id(reply)
+            try:
+                self._fold_reply(node, reply.content)
+            except ValueError as error:
+                self._fail(server_round, node.name, "train", str(error))
+        if self._folded() < self._fleet.needed(len(self._sampled)):
+            return None, None
+        return None, MetricRecord(dict(self.end_round()))
+
+    def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
+        """Return one message for each node that is here: all are evaluated, sampled or not."""
+        self._records.clear()
+        return [self._message(node, "evaluate", server_round) for node in self._here]
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Note each node's own metrics; the summary over nodes is made by `_report`."""
+        for reply in replies:
+            node = self._by_id(reply)
+            try:
+                self._note(node, reply.content)
+            except ValueError as error:
+                self._fail(server_round, node.name, "evaluate", str(error))
+        return None
+
+    def summary(self) -> None:
+        """Log every effective setting of the method."""
+        log(
+            INFO,
+            "strategy %s: %s",
+            self.order.run,
+            ", ".join(f"{k} = {v}" for k, v in self.config.model_dump(by_alias=True).items()) or "no settings",
+        )
+
+    def export(self, server_round: int) -> dict[str, str]:
+        """Ask every node to write its own model; return node name -> path on that node."""
+        paths: dict[str, str] = {}
+        self._records.clear()
+        messages = [self._message(node, "query.export", server_round) for node in self._here]
+        for reply in self._replies(messages, server_round, "export"):
+            node = self._by_id(reply)
+            try:
+                paths[node.name] = str(report_of(reply.content)["path"])
+            except ValueError as error:
+                self._fail(server_round, node.name, "export", str(error))
+        return paths
+
+    # Messages ------------------------------------------------------------------------------------------------
+
+    def _describe(self, node_id: int) -> Message:
+        content = RecordDict({ORDER: self.order.record()})
+        return ask(node_id, "query.describe", content, group="0", timeout=self.settings.fleet.round_timeout)
+
+    def _message(self, node: Node, kind: str, server_round: int) -> Message:
+        payload = self.payload_for(node)
+        if id(payload) not in self._records:  # equal payloads are one record, which Flower stores once
+            encoded = encode(payload.tensors, self.settings.transport.dtype)
+            order = Order(**{**vars(self.order), "server_round": server_round})
+            encoded[ORDER], encoded[PAYLOAD] = order.record(), ConfigRecord(dict(payload.settings))
+            self._records[id(payload)] = (payload, encoded)
+        content = RecordDict(dict(self._records[id(payload)][1]))
+        row = self._rows.setdefault(node.name, {})
+        row["bytes_down"] = row.get("bytes_down", 0) + wire_bytes(content)
+        return ask(node.node_id, kind, content, group=str(server_round), timeout=self.settings.fleet.round_timeout)
+
+    def _replies(self, messages: list[Message], server_round: int, phase: str) -> Iterator[Message]:
+        names = {node.node_id: node.name for node in [*self._here, *self._sampled]}
+        asked = {names[message.metadata.dst_node_id]: message for message in messages}
+        for name, reply in self._exchange.send(asked, self.settings.fleet.round_timeout):
+            if isinstance(reply, str):
+                self._fail(server_round, name, phase, reply)
+            else:
+                yield reply
+
+    def _by_id(self, reply: Message) -> Node:
+        return next(node for node in [*self._here, *self._sampled] if node.node_id == reply.metadata.src_node_id)
+
+    def _fold_reply(self, node: Node, content: RecordDict) -> None:
+        report = report_of(content)
+        tensors = decode(content)
+        count = report.get("num_examples", 0)
+        self._note_bytes(node, content)
+        if isinstance(count, (str, bool)) or not count > 0:
+            raise UpdateError(f"the node reports {count!r} training samples: it has no weight in this round")
+        check_update(tensors, self.expected(node))
+        metrics = {k: float(v) for k, v in report.items() if isinstance(v, (int, float))}
+        self.fold(node, Update(tensors, int(count), metrics))
+        self._rows[node.name] |= {**_measured(report), "folded": True}
+
+    def _note(self, node: Node, content: RecordDict) -> None:
+        report = report_of(content)
+        self._note_bytes(node, content)
+        row = self._rows.setdefault(node.name, {})
+        load = float(row.get("seconds_load", 0.0)) + float(report.pop("seconds_load", 0.0))
+        row |= {**_measured(report), "seconds_load": load}
+
+    def _note_bytes(self, node: Node, content: RecordDict) -> None:
+        row = self._rows.setdefault(node.name, {})
+        row["bytes_up"] = row.get("bytes_up", 0) + wire_bytes(content)
+
+    # Results -------------------------------------------------------------------------------------------------
+
+    def _folded(self) -> int:
+        return sum(bool(row.get("folded")) for row in self._rows.values())
+
+    def _fail(self, server_round: int, node: str, phase: str, reason: str) -> None:
+        log(WARNING, "round %d, %s, node %s: %s", server_round, phase, node, reason)
+        self._rows.setdefault(node, {})["reason"] = reason
+        self.journal.failure(server_round, node, phase, reason)
+
+    def _failure_of(self, server_round: int, phase: str) -> Any:
+        def on_failure(node: str, reason: str) -> None:
+            log(WARNING, "round %d, %s, node %s: %s", server_round, phase, node, reason)
+            self.journal.failure(server_round, node, phase, reason)
+
+        return on_failure
+
+    def _evaluate_round(self, grid: Grid, server_round: int, *, last: bool) -> bool:
+        every = self.settings.eval_every
+        if not last and (every == 0 or server_round % every):
+            return False
+        messages = self.configure_evaluate(server_round, ArrayRecord(), ConfigRecord(), grid)
+        self.aggregate_evaluate(server_round, self._replies(messages, server_round, "evaluate"))
+        return True
+
+    def _report(self, server_round: int, seconds: float, method: dict[str, float], evaluated: bool) -> None:
+        facts = {node.name: node.facts for node in self._here}
+        rows = []
+        for name, row in sorted(self._rows.items()):
+            kept = {k: v for k, v in row.items() if k not in ("folded", "reason")}
+            rows.append({"round": server_round, "node": name, "model": facts.get(name, {}).get("model", ""), **kept})
+            self.journal.node(rows[-1])
+        summary: dict[str, Any] = {
+            "round": server_round,
+            "seconds": seconds,
+            "sampled": len(self._sampled),
+            "replied": self._folded(),
+            "bytes_down": sum(int(r.get("bytes_down", 0)) for r in rows),
+            "bytes_up": sum(int(r.get("bytes_up", 0)) for r in rows),
+            "method": method,
+        }
+        if evaluated:
+            summary |= {"personalized": personalized(rows), "shared": self.evaluate_shared()}
+        self.journal.round(summary)
+
+
+def _measured(report: dict[str, Scalar]) -> dict[str, Any]:
+    return {k: v for k, v in report.items() if k not in ("node_name", "has_state") and isinstance(v, (int, float))}

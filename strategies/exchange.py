@@ -1,0 +1,89 @@
+"""One exchange with many nodes over Flower's Grid: push, poll often, hand over each reply as it arrives.
+
+Flower 1.42: `send_and_receive` polls every 3 s in deployment; errors made by the SuperLink carry its own
+node id, so replies are matched by the id of the message they answer; a message that timed out stays valid
+and its node stays busy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+_CHUNK = 8  # replies pulled at once: what bounds the server's memory
+_POLL_FIRST, _POLL_LAST = 0.01, 0.5  # seconds
+
+
+@dataclass
+class Exchange:
+    """Messages on their way, across exchanges: a node with an unanswered message must not get a second one."""
+
+    grid: Grid
+    busy: dict[str, str] = field(default_factory=dict)  # message id -> node name
+
+    def busy_nodes(self) -> set[str]:
+        """Return the names of nodes that still work on a message of an earlier exchange, after reading what came late."""
+        for chunk in _chunks(list(self.busy)):
+            for reply in self.grid.pull_messages(chunk):
+                self.busy.pop(reply.metadata.reply_to_message_id, None)
+        return set(self.busy.values())
+
+    def send(self, messages: dict[str, Message], timeout: float) -> Iterator[tuple[str, Message | str]]:
+        """Send one message a node; yield (node name, reply or the reason why there is none), each name once.
+
+        Ends after `timeout` seconds at the latest, counted from the call. A reply is yielded as it arrives.
+        """
+        end = time.monotonic() + timeout
+        waiting = self._push(messages)
+        yield from (
+            (node, "refused by the SuperLink: the node is unknown or has left") for node in messages if node not in waiting.values()
+        )
+        pause = _POLL_FIRST
+        while waiting:
+            arrived = False
+            for chunk in _chunks(list(waiting)):
+                for reply in self.grid.pull_messages(chunk):
+                    node = waiting.pop(reply.metadata.reply_to_message_id, None)
+                    if node is not None:
+                        arrived = True
+                        yield node, _reason(reply) if reply.has_error() else reply
+            if time.monotonic() >= end:
+                break
+            pause = _POLL_FIRST if arrived else min(pause * 1.3, _POLL_LAST)
+            if waiting:
+                time.sleep(min(pause, max(0.0, end - time.monotonic())))
+        self.busy |= waiting
+        yield from ((node, f"no reply within {timeout:g} s (fleet.round-timeout)") for node in waiting.values())
+
+    def _push(self, messages: dict[str, Message]) -> dict[str, str]:
+        listed = list(messages.values())  # never a generator: HttpGrid iterates twice
+        if not listed:
+            return {}
+        ids = list(self.grid.push_messages(listed))
+        if len(ids) == len(listed):  # HttpGrid puts "" or None for a refused message; the order is kept
+            return {str(i): node for i, node in zip(ids, messages, strict=True) if i}
+        accepted = set(ids)  # InMemoryGrid leaves a refused message out
+        return {m.metadata.message_id: node for node, m in messages.items() if m.metadata.message_id in accepted}
+
+
+def _chunks(ids: list[str]) -> Iterator[list[str]]:
+    return (ids[i : i + _CHUNK] for i in range(0, len(ids), _CHUNK))
+
+
+_CODES = {
+    0: "the node's process died",
+    1: "the node could not load the app",
+    5: "the node is unavailable",
+    8: "the node's process stopped responding",
+}
+
+
+def _reason(reply: Message) -> str:
+    """Return Flower's error as one line: its meaning, then the last line of the node's own text."""
+    lines = [line.strip() for line in str(reply.error.reason or "").strip().splitlines() if line.strip()]
+    meaning = _CODES.get(reply.error.code, f"Flower error {reply.error.code}")
+    return f"{meaning}: {lines[-1][:400]}" if lines else meaning

@@ -1,0 +1,21 @@
+"""Server half of FedMRL: averages the small model G, sees nothing else (algorithm 1)."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import models
+from strategies.averaging import AveragingStrategy
+from strategies.fedmrl.config import Config
+
+
+class Strategy(AveragingStrategy):
+    """theta^t = sum_k (n_k / n) theta_k^t over the nodes that replied."""
+
+    @property
+    def uniform(self) -> bool:  # type: ignore[override]
+        return cast(Config, self.config).weighting == "uniform"
+
+    def build(self, input_shape: tuple[int, ...], num_outputs: int) -> models.SplitModel:
+        config = cast(Config, self.config)
+        return models.build(config.small_model, input_shape=input_shape, num_outputs=num_outputs, feature_dim=config.shared_dim)

@@ -1,0 +1,129 @@
+"""Node half of FedMRL: the node's own model F, the shared small model G, and the node's projector P between them."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+
+import models
+from client_app.training import clip, sgd, train_epochs
+from strategies.fedmrl.config import Config
+from strategies.fedmrl.matryoshka import matryoshka_loss, slices, splice, start_projector
+from strategies.local.trainer import build_model
+from strategies.messages import Payload, Scalar, Tensors, Update
+from strategies.seeds import seeded
+from strategies.trainer import NodeContext, Trainer, load_exactly
+
+
+class Fused(nn.Module):
+    """G, F and P as one model. `forward` is the paper's mix-large, what a node uses: (B, *input_shape) -> (B, C).
+
+    Attributes:
+        shared: G, `SplitModel` with feature_dim d1; its tensors travel.
+        private: F, the node's own `SplitModel` with feature_dim d2; never leaves.
+        projector: P, Linear(d1 + d2, d2), no activation after it; never leaves.
+    """
+
+    def __init__(self, shared: models.SplitModel, private: models.SplitModel) -> None:
+        super().__init__()
+        d1, d2 = shared.feature_dim, private.feature_dim
+        if d1 > d2:
+            raise ValueError(f"fedmrl.shared-dim = {d1} exceeds the representation of this node's model ({d2}); set it to {d2} or less")
+        self.shared, self.private = shared, private
+        self.projector = nn.Linear(d1 + d2, d2)
+
+    def fuse(self, batch: torch.Tensor) -> torch.Tensor:
+        """Return z = P(r_G o r_F), (B, d2): one forward of each extractor (eq. 2 to 5)."""
+        return self.projector(splice(self.shared.features(batch), self.private.features(batch)))
+
+    def both(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the outputs of the shared head on the coarse slice and of the private head on the fine one (eq. 7)."""
+        coarse, fine = slices(self.fuse(batch), self.shared.feature_dim)
+        return self.shared.classify(coarse), self.private.classify(fine)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.private.classify(self.fuse(batch))
+
+
+class MixSmall(nn.Module):
+    """The paper's mix-small: the shared head on the coarse slice of the fused representation."""
+
+    def __init__(self, fused: Fused) -> None:
+        super().__init__()
+        self.fused = fused
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.fused.both(batch)[0]
+
+
+class NodeTrainer(Trainer):
+    """Trains G, F and P together; uploads G only."""
+
+    def __init__(self, context: NodeContext) -> None:
+        super().__init__(context)
+        self.config = cast(Config, context.config)
+        private = build_model(context, context.profile.model, context.seed, "private")
+        shared = build_model(context, self.config.small_model, context.settings.seed, "shared", feature_dim=self.config.shared_dim)
+        start = self.config.projector_start
+        with seeded(context.seed if start == "random" else context.settings.seed, "projector", private.feature_dim):
+            self.fused = Fused(shared, private)
+        with torch.no_grad():
+            weight, bias = start_projector(self.fused.projector.weight, self.fused.projector.bias, start)
+            self.fused.projector.weight.copy_(weight)
+            self.fused.projector.bias.copy_(bias)
+        self.fused.to(context.device)
+
+    def describe(self) -> dict[str, Scalar]:
+        fused = self.fused
+        return {
+            "parameters": sum(p.numel() for p in fused.private.parameters()),
+            "parameters_fused": sum(p.numel() for p in fused.parameters()),
+            "feature_dim": fused.private.feature_dim,
+        }
+
+    def private_state(self) -> Tensors:
+        return {n: t for n, t in self.fused.state_dict().items() if not n.startswith("shared.")}
+
+    def load_private_state(self, state: Tensors) -> None:
+        load_exactly(self.fused, {**{f"shared.{n}": t for n, t in self.fused.shared.state_dict().items()}, **state})
+
+    def receive(self, payload: Payload) -> None:
+        load_exactly(self.fused.shared, payload.tensors)
+
+    def train(self, payload: Payload, generator: torch.Generator) -> Update:
+        context, config, fused = self.context, self.config, self.fused
+        settings, task = context.settings.train, context.task
+        nets = [fused.shared, fused.private, fused.projector]
+        rates = [rate or settings.learning_rate for rate in (config.shared_rate, config.private_rate, config.projector_rate)]
+        groups: list[dict[str, object]] = [{"params": list(n.parameters()), "lr": r} for n, r in zip(nets, rates, strict=True)]
+        optimizer = sgd(groups, rate=settings.learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay)
+
+        def step(batch: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            coarse, fine = fused.both(batch)
+            loss = matryoshka_loss(
+                coarse, fine, targets, task.loss, shared_weight=config.shared_weight, private_weight=config.private_weight
+            )
+            loss.backward()
+            clip(nets, settings.clip_norm)
+            optimizer.step()
+            return loss
+
+        stats = train_epochs(
+            task, [fused], step, epochs=settings.local_epochs, batch_size=settings.batch_size, device=context.device, generator=generator
+        )
+        return Update(fused.shared.state_dict(), stats.samples, {"train_loss": stats.loss})
+
+    def predict(self, batch: torch.Tensor) -> torch.Tensor:
+        self.fused.eval()
+        return self.fused(batch)
+
+    def exportable(self) -> dict[str, nn.Module]:
+        return {
+            "fused": self.fused,
+            "mix-small": MixSmall(self.fused),
+            "single-large": self.fused.private,
+            "single-small": self.fused.shared,
+        }
