@@ -1,0 +1,86 @@
+"""A SuperLink's Control API over HTTP: submit a run, ask how it is, copy its log.
+
+The `flwr` commands do the same at a second of CPU each, too much for polling. The names below are not
+public in Flower; this file is the only place that uses them, and the requirements hold Flower at 1.42.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.cli.build import build_fab_from_disk
+from flwr.common.serde import fab_to_proto, user_config_to_proto
+from flwr.proto.control_pb2 import ListRunsRequest, StartRunRequest, StreamLogsRequest
+from flwr.proto.federation_config_pb2 import SimulationConfig
+from flwr.supercore.control import ControlHttpClient
+from flwr.supercore.fab import Fab
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+Scalar = int | float | str | bool
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How Flower sees a run.
+
+    Attributes:
+        status: "pending", "starting", "running" or "finished".
+        result: "completed", "failed" or "stopped" once finished, else empty.
+        details: Flower's reason, or empty.
+    """
+
+    status: str
+    result: str
+    details: str
+
+
+class Control:
+    """One client of the SuperLink at `address` (host:port, no TLS). Close it after use."""
+
+    def __init__(self, address: str) -> None:
+        self._client = ControlHttpClient.from_server_address(
+            server_address=address,
+            insecure=True,
+            root_certificates=None,
+            interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
+        )
+
+    def start(self, app_dir: Path, run_config: Mapping[str, Scalar], federation: Mapping[str, Any]) -> int:
+        """Submit the app in `app_dir` and return the run's id.
+
+        Args:
+            app_dir: folder with the app's `pyproject.toml`.
+            run_config: overrides of keys of `[tool.flwr.app.config]`.
+            federation: fields of Flower's SimulationConfig, such as `num_supernodes`.
+
+        Raises:
+            RuntimeError: the SuperLink took no run.
+        """
+        content = build_fab_from_disk(app_dir)
+        request = StartRunRequest(
+            fab=fab_to_proto(Fab(hashlib.sha256(content).hexdigest(), content, {})),
+            override_config=user_config_to_proto(dict(run_config)),
+            override_federation_config=SimulationConfig(**federation),
+        )
+        response = self._client.StartRun(request)
+        if not response.HasField("run_id"):
+            raise RuntimeError(f"the SuperLink took no run: {response.note or 'no reason given'}")
+        return int(response.run_id)
+
+    def state(self, run_id: int) -> RunState:
+        """Return how the run is now."""
+        status = self._client.ListRuns(ListRunsRequest(run_id=run_id)).run_dict[run_id].status
+        return RunState(status.status, status.sub_status, status.details)
+
+    def log(self, run_id: int) -> Iterator[str]:
+        """Yield pieces of the run's log as they come, until the run ends."""
+        for piece in self._client.StreamLogs(StreamLogsRequest(run_id=run_id, after_timestamp=0.0)):
+            yield piece.log_output
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()

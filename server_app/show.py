@@ -1,0 +1,87 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from server_app.overrides import APP_DIR, Scalar
+from server_app.page import duration, percent, points, size
+
+_MOST_NODES = 40
+
+
+def table(title: str, heads: Sequence[str], numbers: int = 0) -> Table:
+    """Return an empty table whose last `numbers` columns are numbers."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", title_style="bold")
+    for index, head in enumerate(heads):
+        made.add_column(head, justify="right" if index >= len(heads) - numbers else "left", no_wrap=index >= len(heads) - numbers)
+    return made
+
+
+def results(console: Console, summary: Mapping[str, Any]) -> None:
+    """Print how each node (each model, where there are many nodes) did alone and together."""
+    totals, rows = summary["totals"], summary["nodes"]
+    if not rows:
+        console.print("No node has been evaluated.")
+        return
+    both = totals["alone"] is not None
+    by_model = len(rows) > _MOST_NODES
+    first = ("model", "nodes") if by_model else ("node", "model")
+    shown = table("", (*first, "samples", *(("alone", "together", "gain") if both else ("accuracy",))), numbers=4 if both else 2)
+    for row in summary["models"] if by_model else rows:
+        head = (row["model"], str(row["nodes"])) if by_model else (row["node"], row["model"])
+        shown.add_row(*head, str(row["samples"] or "–"), *_scores(row, both))
+    shown.add_section()
+    shown.add_row("mean", f"{totals['nodes']} nodes", str(totals["samples"]), *_scores(totals, both), style="bold")
+    console.print(shown)
+    if both:
+        same = f", {totals['same']} the same" if totals["same"] else ""
+        console.print(f"{totals['better']} nodes do better together, {totals['worse']} worse{same}.")
+    sent = f"{size(totals['bytes_down'])} to the nodes, {size(totals['bytes_up'])} from them, {duration(totals['seconds'])} in rounds"
+    failures = f", [red]{totals['failures']} failures[/red] (see the report)" if totals["failures"] else ""
+    console.print(f"{sent}{failures}", highlight=False)
+
+
+def _scores(row: Mapping[str, Any], both: bool) -> tuple[str, ...]:
+    return (percent(row["alone"]), percent(row["together"]), points(row["gain"])) if both else (percent(row["together"]),)
+
+
+def comparison(console: Console, rows: Sequence[Mapping[str, Any]], mine: str, other: str) -> None:
+    """Print two runs beside each other, node by node."""
+    shown = table("", ("node", "model", mine, other, "difference"), numbers=3)
+    for row in rows:
+        shown.add_row(row["node"], row["model"], percent(row["mine"]), percent(row["other"]), points(row["difference"]))
+    console.print(shown)
+    known = [row["difference"] for row in rows if row["difference"] is not None]
+    if known:
+        console.print(f"mean difference {points(sum(known) / len(known))} points over {len(known)} nodes")
+
+
+def settings(console: Console, title: str, defaults: Mapping[str, Scalar], comments: Mapping[str, str]) -> None:
+    """Print settings with their defaults and what they are."""
+    shown = table(title, ("setting", "default", "meaning"))
+    for key, value in defaults.items():
+        text = str(value).lower() if isinstance(value, bool) else '""' if value == "" else str(value)
+        shown.add_row(key, text, comments.get(key, ""))
+    console.print(shown)
+    console.print()
+
+
+def method_line(name: str) -> str:
+    """Return the first line of a method's docstring, read without importing it."""
+    source = (APP_DIR / "strategies" / name / "__init__.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "no description").splitlines()[0]
+
+
+def count(number: float) -> str:
+    """Return a large count in thousands, millions or billions."""
+    for unit in ("", " k", " M"):
+        if number < 1000:
+            return f"{number:.0f}" if not unit else f"{number:.2f}{unit}"
+        number /= 1000
+    return f"{number:.2f} G"
