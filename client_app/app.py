@@ -17,7 +17,7 @@ from flwr.common.logger import log
 import strategies
 import tasks
 from client_app.export import export_models
-from client_app.profile import NodeProfile, home
+from client_app.profile import NodeProfile, home, simulated_partitions
 from client_app.protocol import APP_DIR, PAYLOAD, REPORT, Order, check_code, failure, fingerprint
 from client_app.store import PrivateStore
 from client_app.training import evaluate
@@ -135,7 +135,9 @@ def export(work: Work) -> RecordDict:
         if work.profile.simulated
         else Path(work.profile.state_dir) / "exports"
     )
-    paths = export_models(work.trainer, folder / work.profile.node_name, metrics=_evaluate(work))
+    names = tuple(work.trainer.exportable())
+    names = names if work.settings.export == "all" else names[:1]
+    paths = export_models(work.trainer, folder / work.profile.node_name, names=names, metrics=_evaluate(work))
     return work.reply(path=str(paths[0]), files=len(paths))
 
 
@@ -146,7 +148,8 @@ def run(handler: Handler, message: Message, context: Context) -> Message:
         content = handler(Work(message, context))
     except Exception as error:  # whatever a node's data, model or disk raises is reported, not fatal
         log(ERROR, "node %s: %s", node, traceback.format_exc())
-        content = failure(node, f"{error}" if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: {error}")
+        reason = str(error) if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: {error}"
+        content = failure(node, reason, simulated_partitions(context.node_config))
     return Message(content, reply_to=message)
 
 

@@ -27,16 +27,16 @@ class Deployable(nn.Module):
         return self.model(self._prepare(raw, False, None))
 
 
-def export_models(trainer: Trainer, folder: Path, *, metrics: Mapping[str, float] | None = None, names: tuple[str, ...] = ()) -> list[Path]:
-    """Write `<name>.pt2` (torch.export) and `<name>.json` (a card) for each exportable model; return the .pt2 paths.
+def export_models(trainer: Trainer, folder: Path, *, names: tuple[str, ...], metrics: Mapping[str, float]) -> list[Path]:
+    """Write `<name>.pt2` (torch.export) and `<name>.json` (a card) for each of `names`; return the .pt2 paths.
 
     Use one with `torch.export.load(path).module()(batch)`, batch of any size in the samples' raw dtype.
 
     Args:
         trainer: holds the trained models.
         folder: made where it is missing; files are replaced atomically.
-        metrics: of the first (default) model, for its card.
-        names: which of `trainer.exportable()`; empty: all.
+        names: which of `trainer.exportable()`.
+        metrics: of the model the node uses, the first of `exportable()`, for its card.
 
     Raises:
         ValueError: an unknown name.
@@ -46,13 +46,13 @@ def export_models(trainer: Trainer, folder: Path, *, metrics: Mapping[str, float
         raise ValueError(f"cannot export {', '.join(unknown)}; this method has {', '.join(available)}")
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for position, name in enumerate(names or tuple(available)):
+    for name in names:
         path = folder / f"{name}.pt2"
         program = _program(available[name], trainer)
         temporary = path.with_name(f".{os.getpid()}.{path.name}")
         torch.export.save(program, temporary)
         os.replace(temporary, path)
-        card = _card(name, available[name], trainer, dict(metrics or {}) if position == 0 and not names else {})
+        card = _card(name, available[name], trainer, dict(metrics) if name == next(iter(available)) else {})
         path.with_suffix(".json").write_text(json.dumps(card, indent=1), encoding="utf-8")
         paths.append(path)
     return paths

@@ -20,6 +20,11 @@ EXAMPLE = """--node-config 'name="pi-3" model="cnn1" data="/srv/pictures" state-
 _SIMULATED = {"partition-id", "num-partitions"}
 
 
+def simulated_partitions(node_config: Mapping[str, Any]) -> int:
+    """Return how many nodes Flower simulates, or 0 for a real node: a simulated one is told exactly two numbers."""
+    return int(node_config["num-partitions"]) if set(node_config) == _SIMULATED else 0
+
+
 class ProfileError(ValueError):
     """`node_config` is missing, unknown or wrong; the message shows the line to type."""
 
@@ -79,7 +84,7 @@ class NodeProfile(BaseModel):
                 device=str(node_config.get("device", "auto")),
                 data=str(node_config.get("data", "")),
                 state_dir=str(Path(state_dir).expanduser().resolve()),
-                simulated=set(node_config) == _SIMULATED,
+                simulated=simulated_partitions(node_config) > 0,
             )
         except ValidationError as error:
             lines = [f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg']}" for e in error.errors()]

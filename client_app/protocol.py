@@ -61,17 +61,31 @@ def fingerprint(app_dir: Path = APP_DIR) -> str:
     return digest.hexdigest()
 
 
-def failure(node: str, reason: str) -> RecordDict:
+class ReplyError(ValueError):
+    """A node's reply is a failure or cannot be used; the message is the reason.
+
+    Attributes:
+        node: the node's name, where it said so.
+        partitions: how many nodes are simulated; 0 for a real node.
+    """
+
+    def __init__(self, reason: str, node: str = "", partitions: int = 0) -> None:
+        super().__init__(reason)
+        self.node, self.partitions = node, partitions
+
+
+def failure(node: str, reason: str, partitions: int) -> RecordDict:
     """Return the reply of a node that could not do what it was asked."""
-    return RecordDict({FAILURE: ConfigRecord({"node": node, "reason": reason})})
+    return RecordDict({FAILURE: ConfigRecord({"node": node, "reason": reason, "partitions": partitions})})
 
 
 def report_of(content: RecordDict) -> dict[str, Scalar]:
-    """Return a reply's report; raises ValueError with the node's reason, or when the node runs other code."""
+    """Return a reply's report; raises ReplyError with the node's reason, or when the node runs other code."""
     if FAILURE in content:
-        raise ValueError(str(dict(content[FAILURE])["reason"]))
+        said = dict(content[FAILURE])
+        raise ReplyError(str(said["reason"]), str(said["node"]), int(said["partitions"]))  # type: ignore[arg-type]
     if REPORT not in content:
-        raise ValueError("the reply has no report: the node runs another version of this app")
+        raise ReplyError("the reply has no report: the node runs another version of this app")
     report: dict[str, Scalar] = dict(content[REPORT])  # type: ignore[arg-type]
     check_code(str(report.pop("fingerprint", "")), str(report.pop("app_dir", "")), "node")
     return report

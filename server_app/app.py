@@ -89,7 +89,7 @@ def _run_one(grid: Grid, run_config: Mapping[str, Any], recorder: Recorder, run:
     strategy.start(grid, num_rounds=settings.num_rounds)
     if shared := strategy.shared_tensors():
         write_tensors(recorder.out_dir / "shared" / f"{run}.safetensors", shared)
-    if settings.export and run == settings.strategy:
+    if settings.export != "none" and run == run_config["strategy"]:
         paths = strategy.export(settings.num_rounds)
         write_text(recorder.out_dir / "exports.json", json.dumps(paths, indent=1, sort_keys=True))
 

@@ -110,7 +110,7 @@ class Settings(Section):
     state_dir: str = ""
     resume: str = ""
     alone: bool = True
-    export: bool = False
+    export: Literal["none", "own", "all"] = "none"
     eval_every: int = Field(1, ge=0)
     eval_local: bool = False
     fleet: FleetSettings = FleetSettings()

@@ -132,7 +132,7 @@ class HeteroStrategy(FlowerStrategy):
             started = time.perf_counter()
             self._records.clear()
             if server_round > self.first_round:
-                self._here = self._fleet.refresh(self._failure_of(server_round, "describe"))
+                self._here = self._fleet.wait(self._failure_of(server_round, "describe"), everyone=False)
             method = self._train_round(grid, server_round)
             evaluated = self._evaluate_round(grid, server_round, last=server_round == num_rounds)
             self._report(server_round, time.perf_counter() - started, method, evaluated)
@@ -146,12 +146,11 @@ class HeteroStrategy(FlowerStrategy):
         for attempt in range(self.settings.fleet.retries + 1):
             if attempt:
                 log(WARNING, "round %d is repeated (fleet.retries)", server_round)
-                self._here = fleet.refresh(self._failure_of(server_round, "describe"))
-            if len(self._here) >= 1:
-                messages = self.configure_train(server_round, ArrayRecord(), ConfigRecord(), grid)
-                _, metrics = self.aggregate_train(server_round, self._replies(messages, server_round, "train"))
-                if metrics is not None:
-                    return {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
+                self._here = fleet.wait(self._failure_of(server_round, "describe"), everyone=False)
+            messages = self.configure_train(server_round, ArrayRecord(), ConfigRecord(), grid)
+            _, metrics = self.aggregate_train(server_round, self._replies(messages, server_round, "train"))
+            if metrics is not None:
+                return {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
         reasons = [f"- {name}: {row['reason']}" for name, row in sorted(self._rows.items()) if "reason" in row][:8]
         raise FleetError(
             "\n".join(

@@ -13,6 +13,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
+from client_app.protocol import ReplyError
 from server_app.settings import FleetSettings
 from strategies.exchange import Exchange
 from strategies.messages import Scalar
@@ -47,6 +48,7 @@ class Fleet:
         describe: node ids -> the messages that ask them.
         parse: a reply -> facts with at least `node_name`; raises ValueError with the reason to exclude the node.
         refused: node id -> reason, for nodes that could not be used and have not left.
+        partitions: nodes in a simulated fleet; 0 for a real one.
     """
 
     grid: Grid
@@ -56,6 +58,7 @@ class Fleet:
     parse: Callable[[RecordDict], dict[str, Scalar]]
     nodes: dict[str, Node] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
+    partitions: int = 0
 
     def refresh(self, on_failure: Callable[[str, str], None]) -> list[Node]:
         """Return the nodes that are here and usable, sorted by name, after asking the new ones."""
@@ -70,20 +73,21 @@ class Fleet:
         busy = self.exchange.busy_nodes()
         return [self.nodes[name] for name in sorted(self.nodes) if name not in busy]
 
-    def wait(self, on_failure: Callable[[str, str], None]) -> list[Node]:
-        """Return the usable nodes once enough have joined; waits at most `fleet.join-timeout`.
+    def wait(self, on_failure: Callable[[str, str], None], *, everyone: bool = True) -> list[Node]:
+        """Return the usable nodes once enough are here; waits at most `fleet.join-timeout`.
 
-        Enough is `fleet.min-nodes`, and in simulation every partition.
+        Enough is `fleet.min-nodes`, and with `everyone` in simulation each partition, refused or not.
 
         Raises:
-            FleetError: fewer than `fleet.min-nodes` joined in time, with the reasons of those that could not be used.
+            FleetError: fewer than `fleet.min-nodes` are usable in time, with the reasons of those that are not.
         """
         end = time.monotonic() + self.settings.join_timeout
         while True:
             nodes = self.refresh(on_failure)
-            expected = max((int(n.facts.get("num_partitions", 0)) for n in nodes if n.facts.get("simulated")), default=0)
-            enough = max(self.settings.min_nodes, expected)
-            if len(nodes) + len(self.refused) >= enough or time.monotonic() >= end:
+            known = len(nodes) + len(self.refused)
+            enough = len(nodes) >= self.settings.min_nodes and known >= (self.partitions if everyone else 0)
+            hopeless = 0 < self.partitions <= known  # a simulated fleet is complete: nobody else will come
+            if enough or hopeless or time.monotonic() >= end:
                 break
             time.sleep(_PAUSE)
         if len(nodes) < self.settings.min_nodes:
@@ -111,17 +115,21 @@ class Fleet:
             if twin is not None:
                 raise ValueError(f"another node is already here under the name {label!r}; give each node its own name in --node-config")
         except ValueError as error:
+            if isinstance(error, ReplyError):
+                label, self.partitions = error.node or label, max(self.partitions, error.partitions)
             if str(node_id) not in self.exchange.busy.values():  # one that is only late is asked again
                 self.refused[node_id] = str(error)
             on_failure(label, str(error))
             return
         self.nodes[label] = Node(label, node_id, facts)
+        self.partitions = max(self.partitions, int(facts["num_partitions"]) if facts.get("simulated") else 0)
         log(INFO, "node %s joined: model %s, %s training samples", label, facts.get("model"), facts.get("num_train"))
 
     def _too_few(self, usable: int) -> str:
         wanted, seconds = self.settings.min_nodes, self.settings.join_timeout
-        text = f"{usable} usable nodes after {seconds:g} s (fleet.join-timeout), fleet.min-nodes = {wanted} are needed"
-        reasons = [f"- {why}" for why in list(self.refused.values())[:5]]
+        waited = f"of {self.partitions} simulated" if self.partitions else f"after {seconds:g} s (fleet.join-timeout)"
+        text = f"{usable} usable nodes {waited}, fleet.min-nodes = {wanted} are needed"
+        reasons = [f"- {why}" for why in sorted(set(self.refused.values()))[:5]]
         return "\n".join([text, *reasons])
 
 

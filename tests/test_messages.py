@@ -1,0 +1,54 @@
+"""Tensors through Flower's records: shapes, dtypes and bytes survive."""
+
+import pytest
+import torch
+from flwr.app import ConfigRecord, RecordDict
+
+from strategies.messages import decode, encode, wire_bytes
+from tests.local_grid import through_the_wire
+
+TENSORS = {
+    "scalar": torch.tensor(2.5),
+    "count": torch.tensor(7),
+    "mask": torch.tensor([True, False]),
+    "half": torch.tensor([1.5, -2.0], dtype=torch.float16),
+    "brain": torch.tensor([1.0, 3.0e38], dtype=torch.bfloat16),
+    "turned": torch.arange(12.0).reshape(3, 4).t(),
+    "last": torch.arange(24.0).reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+    "empty": torch.zeros(0, 3),
+}
+
+
+def test_every_kind_of_tensor_comes_back_as_it_was_sent():
+    back = decode(through_the_wire(encode(TENSORS)))
+    assert back.keys() == TENSORS.keys()
+    for name, sent in TENSORS.items():
+        assert back[name].dtype == sent.dtype, name
+        assert back[name].shape == sent.shape, name
+        assert torch.equal(back[name], sent), name
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("float16", 2.0**-11), ("bfloat16", 2.0**-8)])
+def test_a_narrow_transport_halves_the_bytes_rounds_once_and_restores_the_dtype(dtype, error):
+    tensors = {"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(1)), "n": torch.tensor(3)}
+    back = decode(through_the_wire(encode(tensors, dtype)))
+    assert back["w"].dtype == torch.float32
+    assert back["n"].dtype == torch.int64
+    assert not torch.equal(back["w"], tensors["w"])
+    torch.testing.assert_close(back["w"], tensors["w"], rtol=error, atol=1e-7)
+    assert wire_bytes(encode(tensors, dtype)) < 0.55 * wire_bytes(encode(tensors))
+
+
+def test_a_half_precision_tensor_is_not_widened_by_a_wider_transport():
+    back = decode(through_the_wire(encode({"w": torch.ones(3, dtype=torch.bfloat16)}, "float16")))
+    assert back["w"].dtype == torch.bfloat16
+
+
+def test_wire_bytes_counts_values_and_headers():
+    count = wire_bytes(encode({"w": torch.zeros(1000)}))
+    assert 4000 + 100 < count < 4000 + 200
+
+
+def test_a_message_of_another_kind_is_refused_with_a_reason():
+    with pytest.raises(ValueError, match="another version"):
+        decode(RecordDict({"x": ConfigRecord({"a": 1})}))
