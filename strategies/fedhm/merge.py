@@ -1,0 +1,217 @@
+"""The server's average of lifted replies: W = sum_p alpha_p lift(reply_p), and what the full model keeps beyond it.
+
+Replies are folded as they arrive and none is kept. As in `strategies.aggregation`, every contribution is rounded once
+to a multiple of 2^-36 and summed in int64, so that the result has the same bits whoever replies first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from strategies.aggregation import UpdateError, check_update
+from strategies.fedhm.decompose import Factors
+from strategies.fedhm.lowrank import blocks, product, roll
+from strategies.fedhm.plan import Absent, LowRank, Part, Plan, Tensors, layout, lift
+
+_UNIT = 2.0**36
+_MAX_VALUE = 2.0**24
+_CHUNK = 2**17  # elements rounded at a time: small enough to stay in the cache, three times faster than all at once
+_MAX_TOTAL_WEIGHT = 4.0
+
+Stack = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A round's result.
+
+    Attributes:
+        state: the new full tensors.
+        stacks: for parameters whose every contribution was low-rank, and few: all factors side by side,
+            us (M, K) and vs (N, K) (leading axis g with groups), W = us vsᵀ; for `decompose.stacked_svd`.
+    """
+
+    state: dict[str, torch.Tensor]
+    stacks: dict[str, Stack]
+
+
+@dataclass
+class _Sum:
+    """Running sums of one parameter.
+
+    Attributes:
+        total: int64, contiguous in the order (m, h, n, w), in which a group's block is a plain (M, N) view.
+        weights: of contributions that cover everything.
+        partial: int64 in the parameter's shape: weights of index products; None while there are none.
+        thin: (rank, weight) of the low-rank contributions.
+        stack: (key, ut, vt, weight) of them; None once they are no longer the shorter description.
+    """
+
+    total: torch.Tensor
+    weights: list[float] = field(default_factory=list)
+    partial: torch.Tensor | None = None
+    thin: list[tuple[int, float]] = field(default_factory=list)
+    groups: int = 1
+    stack: list[tuple[str, torch.Tensor, torch.Tensor, float]] | None = field(default_factory=list)
+
+
+class Merger:
+    """Folds replies one at a time; `result` is the new full state.
+
+    With `keep` = 0 this is the paper's average. A node of rank r never saw the directions of W beyond r, and its
+    product counts as zero there, so plain averaging shrinks them every round. With 0 < keep <= 1 the node's unseen part
+    W - trunc_r(W) counts `keep` times instead: W <- sum_p alpha_p (U_p V_pᵀ + keep (W - trunc_{r_p}(W))). At 1 that is
+    delta aggregation, W <- W + sum_p alpha_p (U_p V_pᵀ - trunc_{r_p}(W)); between, delta with decay. Both full-rank
+    replies and dense parameters are as in the paper.
+
+    Args:
+        state: full tensors of the round's start; what no reply covers keeps its value from here.
+        keep: in [0, 1].
+        sent: parameter name -> factors as the nodes received them (after rounding to the transport dtype);
+            needed where keep > 0.
+        scale: the weights' unit; weights divided by it must sum to at most 4 (shares summing to 1 need none).
+    """
+
+    def __init__(self, state: Tensors, *, keep: float = 0.0, sent: Mapping[str, Factors] | None = None, scale: float = 1.0) -> None:
+        if not 0 <= keep <= 1:
+            raise ValueError(f"keep = {keep} is not within [0, 1]")
+        if not scale > 0 or not math.isfinite(scale):
+            raise ValueError(f"scale must be a positive number, not {scale}")
+        self._state, self._keep, self._sent, self._scale = state, keep, sent or {}, scale
+        self._sums = {name: _Sum(torch.zeros(_order(t.shape), dtype=torch.int64)) for name, t in state.items() if t.is_floating_point()}
+        self._weights: list[float] = []
+
+    def fold(self, tensors: Tensors, plan: Plan, weight: float, key: str = "") -> None:
+        """Fold one reply.
+
+        Args:
+            tensors: laid out as `plan.layout` says.
+            plan: the node's plan of this round.
+            weight: > 0, in units of `scale`.
+            key: the node's name; orders the stacks.
+
+        Raises:
+            UpdateError: layout, value or weight does not fit, naming the key; nothing has been folded then.
+        """
+        share = weight / self._scale
+        if not share > 0 or math.fsum([*self._weights, share]) > _MAX_TOTAL_WEIGHT:
+            raise UpdateError(f"weight {weight} is not usable (unit {self._scale})")
+        check_update(dict(tensors), layout(self._state, plan))
+        for name, part in plan.items():
+            self._check_part(tensors, name, part)
+        self._weights.append(share)
+        for name, part in plan.items():
+            if isinstance(part, LowRank):
+                self._fold_factors(self._sums[name], tensors[f"{name}.ut"], tensors[f"{name}.vt"], part, share, key)
+            elif not isinstance(part, Absent):
+                self._fold_dense(self._sums[name], tensors, name, part, share)
+
+    def result(self) -> Merged:
+        """Return the new state and stacks, and let go of the sums; raises ValueError when nothing was folded."""
+        if not self._weights:
+            raise ValueError("no reply was folded")
+        state, stacks = {}, {}
+        for name, previous in self._state.items():
+            if name not in self._sums:
+                state[name] = previous
+                continue
+            running = self._sums.pop(name)
+            if running.stack and self._keep == 0:
+                stacks[name] = _side_by_side(running)
+            state[name] = self._mean(name, running, previous)
+        self._weights = []
+        return Merged(state, stacks)
+
+    def _check_part(self, tensors: Tensors, name: str, part: Part) -> None:
+        if not isinstance(part, Absent) and name not in self._sums:
+            raise UpdateError(f"{name} is {self._state[name].dtype}: counters and masks are never averaged")
+        if isinstance(part, LowRank):
+            # No entry of the product exceeds the product of the longest columns (Cauchy-Schwarz).
+            ut, vt = (torch.linalg.vector_norm(tensors[f"{name}.{f}"], dim=0, dtype=torch.float64).max() for f in ("ut", "vt"))
+            if float(ut * vt) >= _MAX_VALUE:
+                raise UpdateError(f"{name}: the factors' product may reach {float(ut * vt):.3g}, lower train.learning-rate")
+            if self._keep and (name not in self._sent or self._sent[name].rank < part.rank):
+                raise ValueError(f"{name}: keep = {self._keep} needs the factors that were sent, at rank {part.rank} at least")
+
+    def _fold_factors(self, running: _Sum, ut: torch.Tensor, vt: torch.Tensor, part: LowRank, share: float, key: str) -> None:
+        matrix = product(_wide(ut), _wide(vt), part.groups)
+        _accumulate(running.total.view(-1, matrix.shape[-1]), matrix.reshape(-1, matrix.shape[-1]), share)
+        running.weights.append(share)
+        running.thin.append((part.rank, share))
+        running.groups = part.groups
+        if running.stack is not None:
+            running.stack.append((key, ut, vt, share))
+            side = min(matrix.shape[-2:])
+            if self._keep or sum(rank for rank, _ in running.thin) > side // 3:
+                running.stack = None
+
+    def _fold_dense(self, running: _Sum, tensors: Tensors, name: str, part: Part, share: float) -> None:
+        shape = self._state[name].shape
+        lifted = lift(tensors, name, part, shape)
+        if lifted is None:
+            return
+        running.stack = None
+        target = roll(running.total, tuple(shape)) if len(shape) == 4 else running.total
+        if lifted.cover is None:
+            _accumulate(target, lifted.value, share)
+            running.weights.append(share)
+            return
+        mesh = lifted.cover.mesh(shape)
+        target[mesh] += _fixed(lifted.value, share)
+        if running.partial is None:
+            running.partial = torch.zeros(shape, dtype=torch.int64)
+        running.partial[mesh] += round(share * _UNIT)
+
+    def _mean(self, name: str, running: _Sum, previous: torch.Tensor) -> torch.Tensor:
+        total = running.total.to(torch.float64).div_(_UNIT)
+        if self._keep and running.thin:
+            total += self._unseen(name, running, previous).reshape(total.shape).mul_(self._keep)
+        shape = tuple(previous.shape)
+        value = roll(total, shape) if len(shape) == 4 else total
+        weight = math.fsum(sorted(running.weights))
+        if running.partial is None:
+            return value.div_(weight).to(previous.dtype).contiguous() if weight else previous
+        weights = running.partial.to(torch.float64).div_(_UNIT).add_(weight)
+        return torch.where(weights > 0, value / weights, previous.to(torch.float64)).to(previous.dtype)
+
+    def _unseen(self, name: str, running: _Sum, previous: torch.Tensor) -> torch.Tensor:
+        """Return sum_p w_p (W - trunc_{r_p}(W)) in float64, by one product: direction i was seen by the ranks beyond i."""
+        ut, vt = (x.to(torch.float64) for x in self._sent[name].prefix(max(rank for rank, _ in running.thin)))
+        seen = [math.fsum(sorted(w for rank, w in running.thin if rank > i)) for i in range(len(ut))]
+        held = product(ut * torch.tensor(seen, dtype=torch.float64).unsqueeze(1), vt, running.groups)
+        whole = math.fsum(sorted(w for _, w in running.thin))
+        matrix = previous.transpose(1, 2) if previous.dim() == 4 else previous
+        return matrix.to(torch.float64).mul(whole).reshape(held.shape) - held
+
+
+def _order(shape: torch.Size) -> torch.Size:
+    """Return (m, h, n, w) for (m, n, h, w); other shapes as they are."""
+    return torch.Size((shape[0], shape[2], shape[1], shape[3])) if len(shape) == 4 else shape
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to("cpu", torch.promote_types(x.dtype, torch.float32))
+
+
+def _accumulate(total: torch.Tensor, value: torch.Tensor, share: float) -> None:
+    if total.dim() == 0:
+        total, value = total.unsqueeze(0), value.unsqueeze(0)
+    rows = max(1, _CHUNK // max(1, total[:1].numel()))
+    for part, added in zip(total.split(rows), value.split(rows), strict=True):
+        part.add_(_fixed(added, share))
+
+
+def _fixed(value: torch.Tensor, share: float) -> torch.Tensor:
+    return value.to("cpu", torch.float64).mul(share * _UNIT).round_().to(torch.int64)
+
+
+def _side_by_side(running: _Sum) -> Stack:
+    whole = math.fsum(sorted(running.weights))
+    ordered = sorted(running.stack or [], key=lambda entry: entry[0])
+    us = torch.cat([_wide(ut) * math.sqrt(share / whole) for _, ut, _, share in ordered])
+    vs = torch.cat([_wide(vt) * math.sqrt(share / whole) for _, _, vt, share in ordered])
+    return blocks(us, running.groups).mT, blocks(vs, running.groups).mT
