@@ -93,6 +93,8 @@ def test_last_linear_of_a_users_module_becomes_the_head(own):
     assert [tuple(part.weight.shape) for part in model.modules() if isinstance(part, nn.Linear)] == [(6, 8), (5, 6)]
     assert model.head.out_features == 5
     assert model.training
+    with torch.device("meta"):
+        assert make("own_models:tiny", (2, 4)).head.weight.is_meta
     assert make("own_models:tiny", (2, 4), feature_dim=3).features(torch.ones(4, 2, 4)).shape == (4, 3)
 
 
