@@ -160,9 +160,8 @@ def convolutions(path: str) -> Weights:
 
 def run(options: argparse.Namespace) -> None:
     """Print the table."""
-    print(
-        f"torch {torch.__version__}, ratios {options.ratios}, median {options.clock} seconds of {options.repetitions}, busy competitor: {options.busy}"
-    )
+    how = f"median {options.clock} seconds of {options.repetitions}, {'with' if options.busy else 'without'} a busy competitor"
+    print(f"torch {torch.__version__}, one thread, ratios {options.ratios}, {how}")
     print("| weights | naive s | full s | exact s | auto s | naive/auto | full/auto | naive/exact | auto excess | exact excess |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     if options.weights:

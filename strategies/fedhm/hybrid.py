@@ -48,15 +48,20 @@ def default_predicate(model: nn.Module) -> Predicate:
 
     The classifier is all of `head` where the model has one (the built-in models do), else its last such layer.
     """
+    reason = _default_reason(model)
+    return lambda name, module: not reason(name, module)
+
+
+def _default_reason(model: nn.Module) -> Callable[[str, nn.Module], str]:
     last = [name for name, module in model.named_modules() if isinstance(module, (nn.Conv2d, nn.Linear))][-1:]
     headed = isinstance(getattr(model, "head", None), nn.Module)
 
-    def allowed(name: str, module: nn.Module) -> bool:
-        pointwise = isinstance(module, nn.Conv2d) and max(module.kernel_size) == 1
-        classifier = name.split(".")[0] == "head" if headed else name in last
-        return not pointwise and not classifier
+    def reason(name: str, module: nn.Module) -> str:
+        if isinstance(module, nn.Conv2d) and max(module.kernel_size) == 1:
+            return "1x1"
+        return "classifier" if (name.split(".")[0] == "head" if headed else name in last) else ""
 
-    return allowed
+    return reason
 
 
 def choose_ranks(
@@ -81,13 +86,13 @@ def choose_ranks(
         raise ValueError(f"rank ratio {rank_ratio} is not within (0, 1]")
     if rho < 0:
         raise ValueError(f"rho = {rho}: the number of first layers kept full cannot be negative")
-    allowed = predicate or default_predicate(model)
+    unwanted = _default_reason(model) if predicate is None else lambda name, layer: "" if predicate(name, layer) else "not chosen"
     owners = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     choices, kept = [], 0
     for name, layer in model.named_modules():
         if not isinstance(layer, (nn.Conv2d, nn.Linear)):
             continue
-        rank, reason = None, _stays_full(name, layer, allowed, owners)
+        rank, reason = None, _stays_full(name, layer, owners) or unwanted(name, layer)
         if not reason and kept < rho:
             kept, reason = kept + 1, f"among the first {rho}"
         elif not reason and rank_ratio == 1:
@@ -199,16 +204,14 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
             targets[name].copy_(tensor)
 
 
-def _stays_full(name: str, layer: nn.Conv2d | nn.Linear, allowed: Predicate, owners: Counter[int]) -> str:
+def _stays_full(name: str, layer: nn.Conv2d | nn.Linear, owners: Counter[int]) -> str:
     if reason := refusal(layer):
         return reason
     if owners[id(layer.weight)] > 1:
         return "its weight is shared with another layer"
     if layer._forward_pre_hooks or layer._forward_hooks:
         return "it has hooks, as weight normalisation does"
-    if not name:
-        return "it is the whole model"
-    return "" if allowed(name, layer) else "not chosen"
+    return "" if name else "it is the whole model"
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import models
 from strategies.fedhm import hybrid
 from strategies.fedhm.hybrid import choose_ranks, hybridize, load_state, ranks_of, state_of, with_ranks
 from strategies.fedhm.lowrank import Factored
@@ -47,13 +48,29 @@ def _reasons(choices):
 
 
 def test_default_choice_by_hand(model):
-    # "not chosen": the pointwise convolution and the classifier
-    expected = {"stem": "among", "body.0": 8, "body.3": 8, "point": "not", "depth": "depthwise:", "hidden": 6, "out": "not"}
+    expected = {"stem": "among", "body.0": 8, "body.3": 8, "point": "1x1", "depth": "depthwise:", "hidden": 6, "out": "classifier"}
     choices = choose_ranks(model, 0.25, rho=1)
     assert _reasons(choices) == expected
     body = next(c for c in choices if c.name == "body.0")
     assert body.parameters == (32 * 16 * 9, 8 * (32 * 3 + 16 * 3))
     assert "rank 8, 4608 -> 1152 parameters" in str(body)
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "rho", "full", "tiers"),
+    [
+        ("resnet34", 100, 15, 21.328, (8.401, 4.985, 3.277, 2.708)),
+        ("resnet18", 10, 3, 11.174, (4.158, 2.210, 1.236, 0.914)),
+    ],
+)
+def test_published_parameter_counts_in_millions(name, classes, rho, full, tiers):
+    with torch.device("meta"):
+        model = models.build(name, input_shape=(3, 32, 32), num_outputs=classes)
+    total = sum(p.numel() for p in model.parameters())
+    assert total / 1e6 == pytest.approx(full, abs=6e-4)
+    for divisor, expected in zip((2, 4, 8, 12), tiers, strict=True):
+        saved = sum(c.parameters[0] - c.parameters[1] for c in choose_ranks(model, 1 / divisor, rho=rho))
+        assert (total - saved) / 1e6 == pytest.approx(expected, abs=6e-4)
 
 
 def test_rho_counts_only_layers_that_could_be_factorized(model):

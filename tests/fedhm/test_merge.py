@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from strategies.aggregation import UpdateError
+from strategies.aggregation import UpdateError, WeightedMean
 from strategies.fedhm.decompose import full_svd, pack, squared_norm, stacked_svd
 from strategies.fedhm.hybrid import choose_ranks, load_state, ranks_of, state_of, with_ranks
 from strategies.fedhm.lowrank import product, roll, unroll
@@ -140,6 +140,18 @@ def test_grouped_convolution_merges_block_by_block():
     merger = Merger(state, keep=1.0, sent=factors)
     merger.fold(tensors, plan, 1.0)
     torch.testing.assert_close(merger.result().state["w"], weight, rtol=0, atol=1e-9)
+
+
+def test_all_full_is_federated_averaging_to_the_last_bit():
+    state = {name: t.float() for name, t in _state().items() if t.is_floating_point()}
+    plan = {name: Full() for name in state}
+    merger, mean = Merger(state), WeightedMean(state)
+    for i, weight in enumerate((0.2, 0.5, 0.3)):
+        reply = {name: t + _random(*t.shape, seed=i).float() for name, t in state.items()}
+        merger.fold(reply, plan, weight)
+        mean.add(reply, weight)
+    averaged, merged = mean.result(), merger.result().state
+    assert all(torch.equal(merged[name], averaged[name]) for name in state)
 
 
 def test_single_full_node_gets_its_own_model_back():
