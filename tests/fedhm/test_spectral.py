@@ -130,6 +130,21 @@ def test_threads_are_one_each_and_restored_for_old_and_new_threads():
         torch.set_num_threads(before)
 
 
+def test_a_batch_of_one_shape_equals_its_layers_alone():
+    """What an accelerator runs, here on the CPU: groups and layers both as leading axes, cold then warm."""
+    layers = {f"w{i}": Layer(_weight(48, 24, 3, 3, seed=i, dtype=torch.float64), (6, 2), groups=2) for i in range(3)}
+    decomposer = Decomposer(tolerance=1e-9)
+    for expected_way in ("gram", "warm"):
+        together = decomposer._decompose(layers)
+        for name, layer in layers.items():
+            factors, way, basis = together[name]
+            assert way == expected_way
+            alone = Decomposer("exact")({name: layer})[name]
+            torch.testing.assert_close(product(factors.ut, factors.vt, 2), product(alone.ut, alone.vt, 2), rtol=0, atol=1e-6)
+            assert factors.energy == pytest.approx(float(layer.weight.square().sum()))
+            decomposer.load_state_dict(decomposer.state_dict() | {f"{name}:2x72x72:22": basis})
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_layers_of_one_shape_are_batched_on_cuda():
     layers = {f"w{i}": Layer(_weight(48, 48, 3, 3, seed=i).cuda(), (12, 4)) for i in range(3)}
