@@ -23,7 +23,7 @@ from client_app.store import PrivateStore
 from client_app.training import evaluate
 from server_app.settings import Settings
 from strategies.messages import Payload, Scalar, decode, encode
-from strategies.seeds import derive_seed, generator
+from strategies.seeds import derive_seed, generator, seeded
 from strategies.trainer import NodeContext, Trainer
 from tasks import Task
 
@@ -104,7 +104,9 @@ def train(work: Work) -> RecordDict:
     payload = work.payload()
     work.trainer.receive(payload)
     started = time.perf_counter()
-    update = work.trainer.train(payload, generator(settings.seed, work.profile.node_name, order.server_round))
+    seed = (settings.seed, work.profile.node_name, order.server_round)
+    with seeded(*seed, "layers"):  # dropout and the like draw from torch's global generator
+        update = work.trainer.train(payload, generator(*seed))
     trained = time.perf_counter()
     private = work.trainer.private_state()
     if private:

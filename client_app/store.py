@@ -129,8 +129,8 @@ class PrivateStore:
 
 
 def _differences(state: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> list[str]:
-    found = [f"{name} is missing" for name in sorted(like.keys() - state.keys())]
-    found += [f"{name} is unexpected" for name in sorted(state.keys() - like.keys())]
+    found = [f"{name} is unexpected" for name in sorted(state.keys() - like.keys())[:3]]
+    found += [f"{name} is missing" for name in sorted(like.keys() - state.keys())[:3]]
     for name in sorted(like.keys() & state.keys()):
         have, want = state[name], like[name]
         if have.shape != want.shape or have.dtype != want.dtype:

@@ -11,7 +11,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from logging import INFO, WARNING
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.logger import log
@@ -138,7 +138,7 @@ class HeteroStrategy(FlowerStrategy):
             self._report(server_round, time.perf_counter() - started, method, evaluated)
             self.journal.checkpoint(server_round, self)
             self.order = Order(**{**vars(self.order), "checkpoint_round": server_round})
-        result.arrays = ArrayRecord(self.shared_tensors())
+        result.arrays = cast(ArrayRecord, encode(self.shared_tensors())["arrays"])
         return result
 
     def _train_round(self, grid: Grid, server_round: int) -> dict[str, float]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from logging import INFO
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Message, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
@@ -136,8 +136,3 @@ class Fleet:
 def ask(node_id: int, message_type: str, content: RecordDict, *, group: str, timeout: float) -> Message:
     """Return the message to one node; it is void for the SuperLink a little after nobody waits for it any more."""
     return Message(content, dst_node_id=node_id, message_type=message_type, ttl=timeout + 60.0, group_id=group)
-
-
-def record(values: dict[str, Scalar]) -> ConfigRecord:
-    """Return `values` as a Flower ConfigRecord."""
-    return ConfigRecord(dict(values))

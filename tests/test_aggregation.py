@@ -91,7 +91,7 @@ def test_weights_that_are_no_weights_are_refused(weight):
     mean = WeightedMean({"w": torch.zeros(3)}, scale=2)
     with pytest.raises(UpdateError, match="weight"):
         mean.add({"w": torch.ones(3)}, weight)
-    with pytest.raises(ValueError, match="nothing|no update"):
+    with pytest.raises(ValueError, match="no update"):
         mean.result()
 
 

@@ -95,7 +95,7 @@ def test_a_write_that_breaks_off_leaves_the_old_version(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("client_app.store.save_file", broken)
-    with pytest.raises(StoreError, match="No space left.*state-dir"):
+    with pytest.raises(StoreError, match=r"No space left.*state-dir"):
         store.save(state(2), server_round=1)
     assert torch.equal(store.load(state(0), up_to=1)["w"], state(1)["w"])
     assert [p.name for p in store.folder.iterdir()] == ["round-000001.safetensors"]
