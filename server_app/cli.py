@@ -157,6 +157,8 @@ def _print_results(folder: Path) -> None:
         write_report(folder)
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     show.results(out, summary)
+    if (folder / "exports.json").is_file():
+        out.print(f"models:  {_literal(str(folder / 'exports.json'))} lists the exported files", soft_wrap=True)
     out.print(f"results: {_literal(str(folder))}", soft_wrap=True)
     out.print(f"report:  {_literal(str(folder / 'report.html'))}", soft_wrap=True)
 

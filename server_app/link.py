@@ -64,7 +64,7 @@ def private_superlink(app_dir: Path) -> Iterator[Link]:
         if "," in str(home):
             raise LaunchError(f"Flower cannot install an app under {home}: set TMPDIR to a folder without a comma in its path")
         port, log = _free_port(), home / "superlink.log"
-        guard = [sys.executable, "-P", str(Path(__file__).with_name("superlink.py")), str(os.getpid())]
+        guard = [sys.executable, "-P", str(Path(processes.__file__)), str(os.getpid()), str(home)]
         flags = ["--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port), "--disable-runtime-dependency-installation"]
         with log.open("wb") as stream:
             process = subprocess.Popen(

@@ -2,13 +2,20 @@
 
 Flower and Ray start daemons in sessions of their own, so neither a process group nor the tree of
 children reaches them all once a parent has died; the environment is inherited by every one of them.
+
+Run as a file, `python processes.py PARENT_PID FOLDER [flower-superlink options]`, this is a SuperLink that
+outlives neither its launcher nor its work: should the launcher be killed, it ends whatever carries its mark,
+removes FOLDER and itself.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -52,3 +59,29 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return
+
+
+def end_with(parent_pid: int, token: str, folder: Path, interval: float = 0.5) -> None:
+    """Start a thread that ends everything marked with `token`, this process last, once this one's parent is not `parent_pid`."""
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(interval)
+        end(token)
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    """Watch over the launch and become `flower-superlink`."""
+    parent_pid, folder = int(sys.argv.pop(1)), Path(sys.argv.pop(1))
+    end_with(parent_pid, os.environ[MARK], folder)
+    from flwr.superlink.cli import flower_superlink
+
+    flower_superlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -43,6 +43,8 @@ class Watch:
             return
         self.progress.update(self.start, visible=False)
         if run not in self.tasks:
+            for earlier in self.tasks.values():  # its last round may have come and gone between two looks
+                self.progress.update(earlier, completed=total, text=f"{total} rounds done")
             self.tasks[run] = self.progress.add_task(run, total=total, text="")
         self.progress.update(self.tasks[run], completed=number, text=text_of(status))
 

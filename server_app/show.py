@@ -40,8 +40,7 @@ def results(console: Console, summary: Mapping[str, Any]) -> None:
     shown.add_row("mean", f"{totals['nodes']} nodes", str(totals["samples"]), *_scores(totals, both), style="bold")
     console.print(shown)
     if both:
-        same = f", {totals['same']} the same" if totals["same"] else ""
-        console.print(f"{totals['better']} nodes do better together, {totals['worse']} worse{same}.")
+        console.print(f"better together: {totals['better']}, worse: {totals['worse']}, the same: {totals['same']}")
     sent = f"{size(totals['bytes_down'])} to the nodes, {size(totals['bytes_up'])} from them, {duration(totals['seconds'])} in rounds"
     failures = f", [red]{totals['failures']} failures[/red] (see the report)" if totals["failures"] else ""
     console.print(f"{sent}{failures}", highlight=False)
