@@ -209,7 +209,8 @@ def test_killed_launcher_takes_everything_with_it(tmp_path: Path) -> None:
     guard = f"import os, subprocess, sys, time; from pathlib import Path; sys.path.insert(0, {str(ROOT)!r})\n"
     guard += "from server_app import processes; subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
     guard += f"processes.end_with(os.getppid(), {token!r}, Path({str(folder)!r}), 0.05); time.sleep(60)"
-    parent = f"import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', {guard!r}], env=dict(os.environ, {processes.MARK}={token!r})).wait()"
+    parent = f"import os, subprocess, sys; env = dict(os.environ, {processes.MARK}={token!r})\n"
+    parent += f"subprocess.Popen([sys.executable, '-c', {guard!r}], env=env).wait()"
     process = subprocess.Popen([sys.executable, "-c", parent])
     _await(2, token)
     time.sleep(0.5)
