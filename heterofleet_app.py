@@ -39,6 +39,11 @@ def _bind(client_app: ClientApp, server_app: ServerApp, app_dir: str) -> None:
         node = own("client_app.app")
         return node.run(node.train, message, context)
 
+    @client_app.train("exchange")
+    def exchange(message, context):
+        node = own("client_app.app")
+        return node.run(node.exchange, message, context)
+
     @client_app.evaluate()
     def evaluate(message, context):
         node = own("client_app.app")

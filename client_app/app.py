@@ -93,6 +93,8 @@ def describe(work: Work) -> RecordDict:
         "num_test": len(task.test),
         "input_shape": ",".join(map(str, task.input_shape)),
         "num_outputs": task.num_outputs,
+        "class_names": ",".join(task.class_names),
+        "own_data": bool(profile.data),
     }
     return work.reply(**{**facts, **work.trainer.describe()})
 
@@ -118,6 +120,22 @@ def train(work: Work) -> RecordDict:
         work.report |= {f"local_{name}": value for name, value in _evaluate(work).items()}
     content = work.reply(num_examples=update.num_examples)
     content.update(encode(update.tensors, settings.transport.dtype))
+    return content
+
+
+def exchange(work: Work) -> RecordDict:
+    """Answer a further exchange of the round from the state after this round's training, and save the state after it."""
+    order, node = work.order, work.profile.node_name
+    work.restore(order.server_round)
+    payload = work.payload()
+    seed = (work.settings.seed, node, order.server_round, "exchange", payload.settings.get("step", 0))
+    with seeded(*seed, "layers"):
+        update = work.trainer.exchange(payload, generator(*seed))
+    private = work.trainer.private_state()
+    if private:
+        work.store.save(private, server_round=order.server_round, header={"run": order.run, "node": node})
+    content = work.reply(num_examples=update.num_examples, **update.metrics)
+    content.update(encode(update.tensors, work.settings.transport.dtype))
     return content
 
 

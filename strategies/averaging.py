@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 
 import models
+import tasks
 from strategies.aggregation import WeightedMean
 from strategies.engine import HeteroStrategy
 from strategies.fleet import FleetError, Node
 from strategies.messages import Payload, Tensors, Update
 from strategies.seeds import seeded
+from tasks import Task
 
 
 class AveragingStrategy(HeteroStrategy):
@@ -22,22 +24,25 @@ class AveragingStrategy(HeteroStrategy):
         """Return the shared model; its tensors are what travels."""
 
     def prepare(self, nodes: list[Node]) -> None:
-        facts = {(str(n.facts["input_shape"]), int(n.facts["num_outputs"])): n.name for n in reversed(nodes)}
-        if len(facts) > 1:
-            shown = "; ".join(f"{name}: input {shape}, {outputs} classes" for (shape, outputs), name in sorted(facts.items()))
-            raise FleetError(
-                f"the nodes share a model and need one input shape and one number of classes, but {shown}; set data.num-classes"
-            )
+        shape, outputs = one_task(nodes)
         if hasattr(self, "theta"):
             return
-        (shape, outputs), _ = next(iter(facts.items()))
         with seeded(self.settings.seed, "shared"):
-            self.model = self.build(tuple(int(part) for part in shape.split(",")), outputs)
+            self.model = self.build(shape, outputs)
         self.theta: Tensors = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         if self._restored is not None:
             self._take(self._restored)
 
     _restored: Tensors | None = None
+
+    def common_test(self) -> Task | None:
+        """Return the task that holds the common test set, or None where it is not of what these nodes learn."""
+        if any(node.facts.get("own_data") for node in self._here) and self.settings.data.source == "embedded":
+            return None  # nodes read their own pictures; the default source is none of theirs
+        task = tasks.load_shared_test(self.settings)
+        if task is None or (task.input_shape, task.num_outputs) != (self.model.input_shape, self.model.num_outputs):
+            return None
+        return task
 
     def begin_round(self, server_round: int, nodes: list[Node]) -> None:
         expected = sum(max(1, int(node.facts.get("num_train", 1))) for node in nodes)
@@ -74,3 +79,21 @@ class AveragingStrategy(HeteroStrategy):
                 "; resume with the settings of the first run"
             )
         self.theta = dict(state)
+
+
+def one_task(nodes: list[Node]) -> tuple[tuple[int, ...], int]:
+    """Return the input shape and the number of classes that all nodes have; what is shared has one head.
+
+    Raises:
+        FleetError: they differ in them, or in the names of their classes.
+    """
+    kinds: dict[tuple[str, int, str], str] = {}
+    for node in sorted(nodes, key=lambda n: n.name, reverse=True):
+        kinds[str(node.facts["input_shape"]), int(node.facts["num_outputs"]), str(node.facts["class_names"])] = node.name
+    if len(kinds) > 1:
+        shown = "; ".join(
+            f"{name}: input {shape}, {outputs} classes ({names[:80] or 'no names'})" for (shape, outputs, names), name in kinds.items()
+        )
+        raise FleetError(f"the nodes share a model and need one input shape and the same classes, but {shown}; see data.num-classes")
+    shape, outputs, _ = next(iter(kinds))
+    return tuple(int(part) for part in shape.split(",")), outputs

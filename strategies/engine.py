@@ -82,6 +82,9 @@ class HeteroStrategy(FlowerStrategy):
     def fold(self, node: Node, update: Update) -> None:
         """Add one node's update; raises UpdateError to refuse it. Must not keep the update."""
 
+    def align(self, server_round: int) -> None:
+        """Hold the method's further exchanges of a round by `exchange`; all updates have been folded, none has ended the round."""
+
     @abstractmethod
     def end_round(self) -> dict[str, float]:
         """Make the new state from what was folded; return the method's own numbers."""
@@ -182,7 +185,32 @@ class HeteroStrategy(FlowerStrategy):
                 self._fail(server_round, node.name, "train", str(error))
         if self._folded() < self._fleet.needed(len(self._sampled)):
             return None, None
+        self.align(server_round)
         return None, MetricRecord(dict(self.end_round()))
+
+    def exchange(self, payloads: dict[str, Payload], server_round: int) -> Iterator[tuple[Node, Update]]:
+        """Send each named node its payload and yield the updates as they come; a node that fails is noted and left out.
+
+        The node half answers with `Trainer.exchange`, on the private state of its training of this round, and saves
+        the state after it. Tensors are not checked against a layout: the method does that.
+        """
+        self._records.clear()
+        nodes = {node.name: node for node in self._sampled}
+        messages = [self._message(nodes[name], "train.exchange", server_round, payload) for name, payload in payloads.items()]
+        for reply in self._replies(messages, server_round, "exchange"):
+            node = self._by_id(reply)
+            try:
+                report, tensors = report_of(reply.content), decode(reply.content)
+            except ValueError as error:
+                self._fail(server_round, node.name, "exchange", str(error))
+                continue
+            self._note_bytes(node, reply.content)
+            metrics = {k: float(v) for k, v in report.items() if isinstance(v, (int, float))}
+            yield node, Update(tensors, int(report.get("num_examples", 0)), metrics)
+
+    def folded_nodes(self) -> list[Node]:
+        """Return the sampled nodes whose update of this round was folded, sorted by name."""
+        return [node for node in self._sampled if self._rows.get(node.name, {}).get("folded")]
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
         """Return one message for each node that is here: all are evaluated, sampled or not."""
@@ -227,8 +255,8 @@ class HeteroStrategy(FlowerStrategy):
         content = RecordDict({ORDER: self.order.record()})
         return ask(node_id, "query.describe", content, group="0", timeout=self.settings.fleet.round_timeout)
 
-    def _message(self, node: Node, kind: str, server_round: int) -> Message:
-        payload = self.payload_for(node)
+    def _message(self, node: Node, kind: str, server_round: int, payload: Payload | None = None) -> Message:
+        payload = payload or self.payload_for(node)
         if id(payload) not in self._records:  # equal payloads are one record, which Flower stores once
             encoded = encode(payload.tensors, self.settings.transport.dtype)
             order = Order(**{**vars(self.order), "server_round": server_round})

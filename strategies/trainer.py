@@ -71,6 +71,13 @@ class Trainer(ABC):
             generator: CPU generator seeded from (run seed, node name, round): the only source of randomness.
         """
 
+    def exchange(self, payload: Payload, generator: torch.Generator) -> Update:
+        """Return the answer to a further exchange of a round, for methods that hold some; state after it is saved.
+
+        The private state of this round's training has been loaded; `receive` has not been called.
+        """
+        raise ValueError(f"{type(self).__module__} holds no further exchange")
+
     @abstractmethod
     def predict(self, batch: torch.Tensor) -> torch.Tensor:
         """Return outputs (B, C) of this node's own model for a prepared batch; evaluation calls nothing else."""

@@ -7,7 +7,6 @@ from typing import cast
 import torch
 
 import models
-import tasks
 from client_app.training import evaluate
 from strategies.averaging import AveragingStrategy
 from strategies.fedavg.config import Config
@@ -21,7 +20,7 @@ class Strategy(AveragingStrategy):
         return models.build(cast(Config, self.config).model, input_shape=input_shape, num_outputs=num_outputs)
 
     def evaluate_shared(self) -> dict[str, float]:
-        task = tasks.load_shared_test(self.settings)
+        task = self.common_test()
         if task is None:
             return {}
         load_exactly(self.model, self.theta)

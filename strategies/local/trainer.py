@@ -16,7 +16,7 @@ def build_model(context: NodeContext, name: str, *seed: object, feature_dim: int
     """Return model `name` for the context's task on its device, started from `seed`, channels last."""
     with seeded(*seed):
         model = models.build(name, input_shape=context.task.input_shape, num_outputs=context.task.num_outputs, feature_dim=feature_dim)
-    return model.to(context.device, memory_format=torch.channels_last)
+    return model.to(context.device).to(memory_format=torch.channels_last)
 
 
 class NodeTrainer(Trainer):
