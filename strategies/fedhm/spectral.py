@@ -7,6 +7,7 @@ last round's basis where there is one; else Gram matrix with Rayleigh-Ritz. "exa
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -116,7 +117,7 @@ class Decomposer:
         """Decompose layers of one shape together (one layer, except on an accelerator)."""
         first = next(iter(batch.values()))
         matrices = {name: _matrix(name, layer) for name, layer in batch.items()}
-        stacked = torch.stack(list(matrices.values())) if len(batch) > 1 else next(iter(matrices.values()))
+        stacked = torch.stack([m for m, _ in matrices.values()]) if len(batch) > 1 else next(iter(matrices.values()))[0]
         bases = [self._bases.get(_key(name, layer)) for name, layer in batch.items()]
         known = [b.to(stacked) for b in bases if b is not None]
         basis = None
@@ -124,9 +125,9 @@ class Decomposer:
             basis = torch.stack(known) if len(batch) > 1 else known[0]
         triple, way = self._triple(stacked, first, basis)
         results = {}
-        for i, (name, matrix) in enumerate(matrices.items()):
+        for i, (name, (_, energy)) in enumerate(matrices.items()):
             u, s, v = (t[i] for t in triple) if len(batch) > 1 else triple
-            factors = pack((u, s, v), first.ranks[0], squared_norm(matrix), self.floor)
+            factors = pack((u, s, v), first.ranks[0], energy, self.floor)
             kept = v[..., : first.directions].to("cpu").contiguous() if self.method == "auto" else None
             results[name] = (factors, way, kept if kept is not None and kept.shape[-1] == first.directions else None)
         return results
@@ -143,7 +144,7 @@ class Decomposer:
         if layer.directions > _FULL_SHARE * side:
             return full_svd(a), "full"
         if self.method == "auto" and basis is not None:
-            triple, converged = warm_svd(a, basis, self.tolerance)
+            triple, converged = warm_svd(a, basis, rank, self.tolerance)
             if converged:
                 return triple, "warm"
         return gram_svd(a, rank), "gram"
@@ -189,11 +190,13 @@ def _batches(layers: Mapping[str, Layer]) -> list[dict[str, Layer]]:
     return sorted(together.values(), key=lambda batch: -sum(layer.cost for layer in batch.values()))
 
 
-def _matrix(name: str, layer: Layer) -> torch.Tensor:
+def _matrix(name: str, layer: Layer) -> tuple[torch.Tensor, float]:
     weight = layer.weight.detach()
-    if not bool(torch.isfinite(weight).all()):
+    matrix = unroll(weight.to(torch.promote_types(weight.dtype, torch.float32)), layer.groups)
+    energy = squared_norm(matrix)
+    if not math.isfinite(energy):
         raise ValueError(f"{name!r} holds NaN or infinity and cannot be decomposed")
-    return unroll(weight.to(torch.promote_types(weight.dtype, torch.float32)), layer.groups)
+    return matrix, energy
 
 
 def _key(name: str, layer: Layer) -> str:
