@@ -315,3 +315,7 @@ def _print_findings(findings: Mapping[str, tuple[str, str]]) -> None:
         out.print(f"[bold]{name:<14}[/bold] {_literal(value)}", soft_wrap=True)
         if advice:
             out.print(f"{'':<14} [yellow]{_literal(advice)}[/yellow]", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -200,3 +200,25 @@ def test_a_name_is_registered_once():
 
     with pytest.raises(ModelError, match="'cnn1' is registered twice"):
         models.register(cnn1)
+
+
+def test_pooling_before_the_relu_changes_neither_the_output_nor_the_gradient():
+    model = models.build("cnn2", input_shape=(3, 32, 32), num_outputs=10).double()
+    layers = dict(model.extractor.named_children())
+    order = [n for n in layers if not n.startswith(("pool", "relu1", "relu2"))]
+    batch = torch.randn(4, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+    def paper(x):
+        for name in order:
+            x = layers[name](x)
+            if name.startswith("conv"):
+                x = torch.nn.functional.max_pool2d(torch.relu(x), 2)
+        return model.head(x)
+
+    gradients = []
+    for forward in (model, paper):
+        model.zero_grad()
+        output = forward(batch)
+        output.square().sum().backward()
+        gradients.append([output.detach(), *(p.grad.clone() for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
