@@ -174,7 +174,12 @@ def run(handler: Handler, message: Message, context: Context) -> Message:
 
 
 def _evaluate(work: Work) -> dict[str, float]:
-    return evaluate(work.task, work.trainer.predict, work.task.test, batch_size=_EVAL_BATCH, device=work.device)
+    """Return the metrics on the test split, and as `val_*` with `val_samples` those on the validation split where there is one."""
+    found = evaluate(work.task, work.trainer.predict, work.task.test, batch_size=_EVAL_BATCH, device=work.device)
+    if count := len(work.task.val):
+        val = evaluate(work.task, work.trainer.predict, work.task.val, batch_size=_EVAL_BATCH, device=work.device)
+        found |= {"val_samples": count, **{f"val_{name}": value for name, value in val.items()}}
+    return found
 
 
 _EVAL_BATCH = 256
