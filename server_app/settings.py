@@ -67,6 +67,8 @@ class DataSettings(Section):
     source: str = "embedded"
     image_column: str = ""
     label_column: str = "label"
+    image_size: int = Field(0, ge=0, le=4096)
+    image_channels: Literal[0, 1, 3] = 0
     num_classes: int = Field(0, ge=0)
     partitioner: Literal["iid", "dirichlet", "pathological", "shard", "natural"] = "dirichlet"
     alpha: Positive = 0.5

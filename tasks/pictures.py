@@ -44,16 +44,19 @@ class Survey:
         """Return the survey of both sets together."""
         return Survey(self.sizes + other.sizes, self.grey + other.grey, self.total + other.total)
 
-    def shape(self, name: str) -> tuple[int, int, int]:
+    def shape(self, name: str, channels: int = 0, side: int = 0) -> tuple[int, int, int]:
         """Return (C, H, W) that all pictures are brought to; what must be changed for it is logged under `name`.
 
-        C is 1 where every picture is grey, else 3; (H, W) is the most common size, the larger of two equally common.
+        C is `channels`, or 1 where every picture is grey, else 3; (H, W) is `side` squared, or the most common size,
+        the larger of two equally common.
         """
         (width, height), most = max(self.sizes.items(), key=lambda item: (item[1], item[0][0] * item[0][1], item[0]))
+        if side:
+            width, height, most = side, side, self.sizes[side, side]
         if most < self.total:
-            log.warning("%s: %d of %d pictures are not %dx%d (the most common size) and are resized to it",
-                        name, self.total - most, self.total, width, height)  # fmt: skip
-        channels = 1 if self.grey == self.total else 3
+            log.warning("%s: %d of %d pictures are not %dx%d (%s) and are resized to it", name, self.total - most, self.total,
+                        width, height, "data.image-size" if side else "the most common size")  # fmt: skip
+        channels = channels or (1 if self.grey == self.total else 3)
         if channels == 3 and self.grey:
             log.warning("%s: %d of %d pictures are grey and are converted to RGB like the others", name, self.grey, self.total)
         return channels, height, width

@@ -93,7 +93,8 @@ def open_source(source: str, data: DataSettings) -> Source:
         reader = reader_for(spec)
     except OSError as error:
         raise DataError(f"data source {source!r} cannot be read: {error}") from error
-    key = digest([_FORMAT, reader.identity])
+    wanted = (data.image_channels, data.image_size)
+    key = digest([_FORMAT, reader.identity, *(wanted if any(wanted) else ())])
     folder = cache_root() / key
     try:
         return _open(folder, source)
@@ -105,7 +106,7 @@ def open_source(source: str, data: DataSettings) -> Source:
         except _BrokenCacheError as broken:
             if folder.exists():
                 log.warning("%s: the cache %s is rebuilt (%s)", source, folder, broken)
-        _build(folder, reader, source)
+        _build(folder, reader, source, wanted)
     try:
         return _open(folder, source)
     except _BrokenCacheError as broken:
@@ -156,15 +157,15 @@ def _map(folder: Path, name: str, mtime_ns: int, inode: int) -> Source:
         raise _BrokenCacheError(f"{type(error).__name__}: {error}") from error
 
 
-def _build(folder: Path, reader: Reader, name: str) -> None:
-    """Fill `folder`; the caller holds its lock."""
+def _build(folder: Path, reader: Reader, name: str, wanted: tuple[int, int]) -> None:
+    """Fill `folder`; the caller holds its lock. `wanted`: channels and pixels a side of pictures, 0 as they are."""
     started = time.monotonic()
     scratch = folder.with_name(f"{folder.name}.tmp")
     try:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         raw = reader.read(scratch / "reader")
-        meta = _write(scratch, raw, name)
+        meta = _write(scratch, raw, name, wanted)
         shutil.rmtree(scratch / "reader", ignore_errors=True)
         files = {file.name: file.stat().st_size for file in sorted(scratch.iterdir())}
         (scratch / "meta.json").write_text(json.dumps(meta | {"files": files}, indent=1), encoding="utf-8")
@@ -178,13 +179,13 @@ def _build(folder: Path, reader: Reader, name: str) -> None:
     log.info("%s: decoded into %s in %.1f s", name, folder, time.monotonic() - started)
 
 
-def _write(scratch: Path, raw: RawSource, name: str) -> dict[str, Any]:
+def _write(scratch: Path, raw: RawSource, name: str, wanted: tuple[int, int]) -> dict[str, Any]:
     """Write the arrays of `raw`; return what meta.json says of them."""
     names, sorted_names = number_labels(raw, name)
     splits = {"train": raw.train} | ({"test": raw.test} if raw.test else {})
     if not len(raw.train.labels):
         raise DataError(f"{name} has no samples to train on")
-    shape = _common_shape(splits, name)
+    shape = _common_shape(splits, name, wanted)
     for split, part in splits.items():
         np.save(scratch / f"{split}_labels.npy", part.labels)
         _write_inputs(scratch / f"{split}_inputs.npy", part, shape, f"{name}, {split}")
@@ -202,10 +203,12 @@ def _write(scratch: Path, raw: RawSource, name: str) -> dict[str, Any]:
     }
 
 
-def _common_shape(splits: dict[str, RawSplit], name: str) -> tuple[int, ...]:
+def _common_shape(splits: dict[str, RawSplit], name: str, wanted: tuple[int, int]) -> tuple[int, ...]:
     """Return the shape of one sample in all splits."""
     train = splits["train"].inputs
     if not isinstance(train, Pictures):
+        if any(wanted):
+            raise DataError(f"{name} gives arrays of shape {train.shape[1:]}; data.image-size and data.image-channels are for picture files")
         for split, part in splits.items():
             if isinstance(part.inputs, Pictures) or part.inputs.shape[1:] != train.shape[1:]:
                 found = "pictures" if isinstance(part.inputs, Pictures) else part.inputs.shape[1:]
@@ -214,7 +217,7 @@ def _common_shape(splits: dict[str, RawSplit], name: str) -> tuple[int, ...]:
     surveys = [survey(part.inputs) for part in splits.values() if isinstance(part.inputs, Pictures)]
     if len(surveys) < len(splits):
         raise DataError(f"{name}: train holds pictures, test does not")
-    return functools.reduce(Survey.merged, surveys).shape(name)
+    return functools.reduce(Survey.merged, surveys).shape(name, *wanted)
 
 
 def _write_inputs(path: Path, part: RawSplit, shape: tuple[int, ...], where: str) -> None:
