@@ -43,10 +43,15 @@ def render(summary: Mapping[str, Any], images: Sequence[Image], name: str, compa
         comparison: rows of `report.compare`, where another run is shown beside this one.
     """
     title = f"{summary['main_run'] or 'run'} · {name}"
-    parts = [_head(summary, title), _cards(summary), *map(_picture, images), _node_section(summary), _run_section(summary)]
+    parts = [_head(summary, title), _cards(summary), *map(picture, images), _node_section(summary), _run_section(summary)]
     if comparison is not None:
         parts.append(_comparison_section(comparison))
     parts += [_failure_section(summary), _settings_section(summary)]
+    return document(title, parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """Return a whole page of these pieces of HTML; empty ones are left out."""
     body = "\n".join(part for part in parts if part)
     meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
     head = f"<head>{meta}<title>{escape(title)}</title><style>{_STYLE}</style></head>"
@@ -108,12 +113,13 @@ def _cards(summary: Mapping[str, Any]) -> str:
     )
 
 
-def _picture(image: Image) -> str:
+def picture(image: Image) -> str:
+    """Return a picture as HTML, its bytes inside."""
     data = base64.b64encode(image.png).decode("ascii")
     return f'<section><h2>{escape(image.title)}</h2><img alt="{escape(image.alt)}" src="data:image/png;base64,{data}"></section>'
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1, long: int = -1) -> str:
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1, long: int = -1) -> str:
     """Return a table; the first `text` columns are text, column `long` may wrap, the rest are numbers; cells are escaped here."""
 
     def kind(column: int, cell: str) -> str:
@@ -144,9 +150,9 @@ def _node_section(summary: Mapping[str, Any]) -> str:
         )
         for row in summary["nodes"]
     ]
-    table = _table(("node", "model", "samples", "alone", "together", "gain"), rows, text=2)
+    shown = table(("node", "model", "samples", "alone", "together", "gain"), rows, text=2)
     note = "Test accuracy of each node's own model on its own test split; gain in percentage points."
-    return f'<section><h2>Nodes</h2>{table}<p class="soft">{note}</p></section>'
+    return f'<section><h2>Nodes</h2>{shown}<p class="soft">{note}</p></section>'
 
 
 def _run_section(summary: Mapping[str, Any]) -> str:
@@ -167,13 +173,13 @@ def _run_section(summary: Mapping[str, Any]) -> str:
         )
         for name, run in summary["runs"].items()
     ]
-    return f"<section><h2>Runs</h2>{_table(heads, rows)}</section>" if rows else ""
+    return f"<section><h2>Runs</h2>{table(heads, rows)}</section>" if rows else ""
 
 
 def _comparison_section(rows: list[dict[str, Any]]) -> str:
     cells = [(row["node"], row["model"], percent(row["mine"]), percent(row["other"]), points(row["difference"])) for row in rows]
-    table = _table(("node", "model", "this run", "other run", "difference"), cells, text=2)
-    return f"<section><h2>Against the other run</h2>{table}</section>"
+    shown = table(("node", "model", "this run", "other run", "difference"), cells, text=2)
+    return f"<section><h2>Against the other run</h2>{shown}</section>"
 
 
 def _failure_section(summary: Mapping[str, Any]) -> str:
@@ -183,7 +189,7 @@ def _failure_section(summary: Mapping[str, Any]) -> str:
         (row["run"], row["node"], row["phase"], row["reason"], str(row["count"]), _span(row["first_round"], row["last_round"]))
         for row in summary["failures"]
     ]
-    return f"<section><h2>Failures</h2>{_table(('run', 'node', 'phase', 'reason', 'times', 'rounds'), rows, text=4, long=3)}</section>"
+    return f"<section><h2>Failures</h2>{table(('run', 'node', 'phase', 'reason', 'times', 'rounds'), rows, text=4, long=3)}</section>"
 
 
 def _span(first: int, last: int) -> str:
@@ -194,5 +200,5 @@ def _settings_section(summary: Mapping[str, Any]) -> str:
     if not summary["settings"]:
         return ""
     rows = [(key, str(value) if value != "" else "–") for key, value in sorted(summary["settings"].items())]
-    table = _table(("setting", "value"), rows, text=2, long=1)
-    return f"<section><details><summary>Settings</summary>{table}</details></section>"
+    shown = table(("setting", "value"), rows, text=2, long=1)
+    return f"<section><details><summary>Settings</summary>{shown}</details></section>"

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_ALONE, _TOGETHER, _INK, _GRID = "#9aa3ad", "#2463b0", "#20262d", "#e3e7eb"
-_MORE = ("#c2571a", "#3b8a5a", "#8455a8", "#b0892b")
+ALONE, TOGETHER, INK, GRID = "#9aa3ad", "#2463b0", "#20262d", "#e3e7eb"
+MORE = ("#c2571a", "#3b8a5a", "#8455a8", "#b0892b")
 _MOST_BARS = 40
 
 
@@ -39,12 +39,12 @@ def draw(data: RunData, summary: Mapping[str, Any], other: RunData | None = None
         summary: what `report.summarise` made of it.
         other: another run, whose curve is drawn beside this one's.
     """
-    _use_writable_cache()
+    use_writable_cache()
     made = (_accuracy(data, summary, other), _nodes(summary), _models(summary), _bytes(data))
     return [image for image in made if image is not None]
 
 
-def _use_writable_cache() -> None:
+def use_writable_cache() -> None:
     """Name a folder for matplotlib's font cache where it would find none (a service's HOME is often not writable)."""
     if "MPLCONFIGDIR" in os.environ or os.access(os.path.expanduser("~"), os.W_OK):
         return
@@ -53,37 +53,41 @@ def _use_writable_cache() -> None:
     os.environ["MPLCONFIGDIR"] = str(folder)
 
 
-def _figure(width: float = 8.0, height: float = 4.2) -> tuple[Figure, Axes]:
+def new_figure(width: float = 8.0, height: float = 4.2) -> tuple[Figure, Axes]:
+    """Return an empty figure and its axes in the report's style; sizes in inches."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_ALONE)
-    axes.tick_params(colors=_INK, labelsize=11)
-    axes.grid(axis="y", color=_GRID)
+    axes.spines[["left", "bottom"]].set_color(ALONE)
+    axes.tick_params(colors=INK, labelsize=11)
+    axes.grid(axis="y", color=GRID)
     axes.set_axisbelow(True)
     return figure, axes
 
 
-def _png(figure: Figure) -> bytes:
+def to_png(figure: Figure) -> bytes:
+    """Return the figure's PNG, the same bytes for the same figure."""
     stream = io.BytesIO()
     figure.savefig(stream, format="png", metadata={"Software": None})
     return stream.getvalue()
 
 
 def _colors(runs: list[str], main: str) -> dict[str, str]:
-    rest = iter(_MORE * len(runs))
-    return {run: _TOGETHER if run == main else _ALONE if run == "local" else next(rest) for run in runs}
+    rest = iter(MORE * len(runs))
+    return {run: TOGETHER if run == main else ALONE if run == "local" else next(rest) for run in runs}
 
 
-def _percent(axes: Axes) -> None:
+def percent_axis(axes: Axes) -> None:
+    """Let the vertical axis show fractions as percent."""
     from matplotlib.ticker import PercentFormatter
 
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
-def _rounds(axes: Axes) -> None:
+def round_axis(axes: Axes) -> None:
+    """Let the horizontal axis count rounds."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -98,7 +102,7 @@ def _curve(data: RunData, run: str, key: str) -> tuple[list[int], list[float]]:
 
 
 def _accuracy(data: RunData, summary: Mapping[str, Any], other: RunData | None) -> Image | None:
-    figure, axes = _figure()
+    figure, axes = new_figure()
     colors = _colors(data.runs, data.main_run)
     told = []
     for run in data.runs:
@@ -117,15 +121,15 @@ def _accuracy(data: RunData, summary: Mapping[str, Any], other: RunData | None) 
             axes.fill_between(at, low, high, color=colors[run], alpha=0.15, linewidth=0)
         axes.plot(*_curve(data, run, "accuracy_worst"), color=colors[run], linewidth=1.3, linestyle=":", label=f"{name}: worst node")
     if other is not None and (curve := _curve(other, other.main_run, "accuracy_mean"))[0]:
-        axes.plot(*curve, color=_MORE[0], linewidth=1.8, linestyle="--", label=f"{other.folder.name} ({other.main_run}): mean")
+        axes.plot(*curve, color=MORE[0], linewidth=1.8, linestyle="--", label=f"{other.folder.name} ({other.main_run}): mean")
     if not told:
         return None
-    _percent(axes)
-    _rounds(axes)
+    percent_axis(axes)
+    round_axis(axes)
     axes.set_ylabel("accuracy on each node's test split", fontsize=12)
     axes.legend(frameon=False, fontsize=10, loc="lower right")
     alt = f"Accuracy over rounds, mean over the nodes with one standard deviation shaded and the worst node dotted: {'; '.join(told)}."
-    return Image("accuracy", "Accuracy over rounds", alt, _png(figure))
+    return Image("accuracy", "Accuracy over rounds", alt, to_png(figure))
 
 
 def _nodes(summary: Mapping[str, Any]) -> Image | None:
@@ -138,11 +142,11 @@ def _nodes(summary: Mapping[str, Any]) -> Image | None:
         return _scatter(paired)
     if len(rows) > _MOST_BARS:
         rows = sorted(rows, key=lambda row: row["together"] or 0.0)[:_MOST_BARS]
-    figure, axes = _figure(width=max(8.0, 0.42 * len(rows) + 2.0), height=4.6)
+    figure, axes = new_figure(width=max(8.0, 0.42 * len(rows) + 2.0), height=4.6)
     places = _bars(axes, [row["alone"] for row in rows], [row["together"] for row in rows])
     for left in range(1, len(rows)):
         if rows[left]["model"] != rows[left - 1]["model"]:
-            axes.axvline(left - 0.5, color=_ALONE, linewidth=0.8, linestyle="--")
+            axes.axvline(left - 0.5, color=ALONE, linewidth=0.8, linestyle="--")
     labels = [f"{row['node'].removeprefix('partition-')}\n{row['model']}" for row in rows]
     steep = len(rows) > 12 or any(len(row["model"]) > 8 or len(row["node"]) > 14 for row in rows)
     axes.set_xticks(places, [label.replace("\n", " · ") if steep else label for label in labels], rotation=60 if steep else 0, fontsize=10)
@@ -150,7 +154,7 @@ def _nodes(summary: Mapping[str, Any]) -> Image | None:
     told = (
         f" {summary['totals']['better']} of {len(paired)} nodes do better together, {summary['totals']['worse']} worse." if paired else ""
     )
-    return Image("nodes", "Each node, alone and together", f"Bars of each node's test accuracy, grouped by model.{told}", _png(figure))
+    return Image("nodes", "Each node, alone and together", f"Bars of each node's test accuracy, grouped by model.{told}", to_png(figure))
 
 
 def _bars(axes: Axes, alone: list[float | None], together: list[float | None]) -> list[int]:
@@ -159,12 +163,12 @@ def _bars(axes: Axes, alone: list[float | None], together: list[float | None]) -
     both = any(value is not None for value in alone)
     width = 0.38 if both else 0.6
     if both:
-        axes.bar([p - width / 2 for p in places], [v or 0.0 for v in alone], width, color=_ALONE, label="alone")
+        axes.bar([p - width / 2 for p in places], [v or 0.0 for v in alone], width, color=ALONE, label="alone")
     shift = width / 2 if both else 0.0
-    axes.bar([p + shift for p in places], [v or 0.0 for v in together], width, color=_TOGETHER, label="together")
+    axes.bar([p + shift for p in places], [v or 0.0 for v in together], width, color=TOGETHER, label="together")
     axes.set_xlim(-0.7, len(places) - 0.3)
     axes.set_ylim(0, 1)
-    _percent(axes)
+    percent_axis(axes)
     axes.set_ylabel("test accuracy", fontsize=12)
     if both:
         axes.figure.legend(frameon=False, fontsize=11, ncols=2, loc="outside upper right")
@@ -174,40 +178,40 @@ def _bars(axes: Axes, alone: list[float | None], together: list[float | None]) -
 def _scatter(rows: list[Mapping[str, Any]]) -> Image:
     from matplotlib.ticker import PercentFormatter
 
-    figure, axes = _figure(height=5.6)
-    palette = (_TOGETHER, *_MORE, "#1f8f9c", "#c23b6a", _INK)
+    figure, axes = new_figure(height=5.6)
+    palette = (TOGETHER, *MORE, "#1f8f9c", "#c23b6a", INK)
     for index, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
         chosen = [row for row in rows if row["model"] == model]
         color = palette[index % len(palette)]
         axes.scatter([r["alone"] for r in chosen], [r["together"] for r in chosen], s=18, alpha=0.7, color=color, label=model)
     values = [row[key] for row in rows for key in ("alone", "together")]
     ends = (min(values), max(values))
-    axes.plot(ends, ends, color=_ALONE, linewidth=1)
-    _percent(axes)
+    axes.plot(ends, ends, color=ALONE, linewidth=1)
+    percent_axis(axes)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel("accuracy alone", fontsize=12)
     axes.set_ylabel("accuracy together", fontsize=12)
     axes.legend(frameon=False, fontsize=10, title="above the line: better together")
     better = sum(row["gain"] > 0 for row in rows)
     alt = f"One dot a node, accuracy alone to the right and together upwards: {better} of {len(rows)} nodes lie above the diagonal."
-    return Image("nodes", "Each node, alone and together", alt, _png(figure))
+    return Image("nodes", "Each node, alone and together", alt, to_png(figure))
 
 
 def _models(summary: Mapping[str, Any]) -> Image | None:
     rows = [row for row in summary["models"] if row["together"] is not None or row["alone"] is not None]
     if len(rows) < 2:
         return None
-    figure, axes = _figure(width=max(8.0, 1.1 * len(rows) + 2.0))
+    figure, axes = new_figure(width=max(8.0, 1.1 * len(rows) + 2.0))
     places = _bars(axes, [row["alone"] for row in rows], [row["together"] for row in rows])
     for place, row in zip(places, rows, strict=True):
         if row["together"] is not None:
             top = max(row["together"], row["alone"] or 0.0)
             text = f"{row['together']:.0%}" if row["gain"] is None else f"{100 * row['gain']:+.1f}"
-            axes.annotate(text, (place, min(top, 0.94)), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=11, color=_INK)
+            axes.annotate(text, (place, min(top, 0.94)), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=11, color=INK)
     axes.set_xticks(places, [f"{row['model']}\n{row['nodes']} node{'s' if row['nodes'] > 1 else ''}" for row in rows], fontsize=11)
     told = ", ".join(f"{row['model']} {row['gain']:+.1%}" for row in rows if row["gain"] is not None)
     alt = "Mean accuracy of the nodes with each model" + (f"; gain in points of being together: {told}." if told else ".")
-    return Image("models", "By model, mean over its nodes, and the gain in points", alt, _png(figure))
+    return Image("models", "By model, mean over its nodes, and the gain in points", alt, to_png(figure))
 
 
 def _bytes(data: RunData) -> Image | None:
@@ -216,7 +220,7 @@ def _bytes(data: RunData) -> Image | None:
     shown = {run: lists for run, lists in traffic.items() if lists[1] and max(lists[1]) + max(lists[2]) > 0.01 * most}
     if not shown:
         return None
-    figure, axes = _figure(height=3.6)
+    figure, axes = new_figure(height=3.6)
     colors, told, width = _colors(data.runs, data.main_run), [], 0.8 / len(shown)
     for index, (run, (at, down, up)) in enumerate(shown.items()):
         places = [number + (index - (len(shown) - 1) / 2) * width for number in at]
@@ -225,10 +229,10 @@ def _bytes(data: RunData) -> Image | None:
             places, up, 0.95 * width, bottom=down, color=colors[run], alpha=0.5, label=f"{run}: from the nodes, {sum(up):.1f} MB in all"
         )
         told.append(f"{run} {sum(down):.1f} MB to the nodes and {sum(up):.1f} MB back")
-    _rounds(axes)
+    round_axis(axes)
     axes.set_ylabel("MB, all nodes", fontsize=12)
     figure.legend(frameon=False, fontsize=10, ncols=2, loc="outside upper right")
-    return Image("bytes", "Bytes of each round", f"Bars of megabytes a round over all nodes: {'; '.join(told)}.", _png(figure))
+    return Image("bytes", "Bytes of each round", f"Bars of megabytes a round over all nodes: {'; '.join(told)}.", to_png(figure))
 
 
 def _traffic(data: RunData, run: str) -> tuple[list[int], list[float], list[float]]:
