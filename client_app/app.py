@@ -22,7 +22,7 @@ from client_app.protocol import APP_DIR, PAYLOAD, REPORT, Order, check_code, fai
 from client_app.store import PrivateStore
 from client_app.training import evaluate
 from server_app.settings import Settings
-from strategies.messages import Payload, Scalar, decode, encode
+from strategies.messages import Payload, Scalar, decode, decode_parts, encode
 from strategies.seeds import derive_seed, generator, seeded
 from strategies.trainer import NodeContext, Trainer
 from tasks import Task
@@ -61,7 +61,7 @@ class Work:
 
     def payload(self) -> Payload:
         """Return what the server sent for the method."""
-        return Payload(decode(self.content), dict(self.content[PAYLOAD]))  # type: ignore[arg-type]
+        return Payload(decode(self.content), dict(self.content[PAYLOAD]), decode_parts(self.content))  # type: ignore[arg-type]
 
     def restore(self, up_to: int) -> bool:
         """Load the newest private state of a round <= `up_to`; return whether there was one."""
@@ -88,7 +88,7 @@ def describe(work: Work) -> RecordDict:
         "rank_ratio": profile.rank_ratio,
         "device": str(work.device),
         "simulated": profile.simulated,
-        "num_partitions": profile.num_partitions or 0,
+        "num_partitions": profile.fleet_size,
         "num_train": len(task.train),
         "num_test": len(task.test),
         "input_shape": ",".join(map(str, task.input_shape)),

@@ -35,7 +35,8 @@ class NodeProfile(BaseModel):
     Attributes:
         node_name: stable name; names files and seeds. Letters, digits, dot, dash, underscore.
         partition: shard of the data source; None where the node reads its own `data`.
-        num_partitions: shards in all; None as above.
+        num_partitions: shards of that source in all; None as above.
+        fleet_size: nodes that Flower simulates; 0 for a real node.
         model: name for `models.build`.
         rank_ratio: kept rank over full rank, in (0, 1].
         device: "auto", "cpu" or "cuda".
@@ -49,6 +50,7 @@ class NodeProfile(BaseModel):
     node_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     partition: Annotated[int | None, Field(ge=0)] = None
     num_partitions: Annotated[int | None, Field(ge=1)] = None
+    fleet_size: Annotated[int, Field(ge=0)] = 0
     model: str
     rank_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda)$")] = "auto"
@@ -72,23 +74,34 @@ class NodeProfile(BaseModel):
             raise ProfileError(f"this node has no name; start flower-supernode with, for example: {EXAMPLE}")
         if partition is None and not node_config.get("data"):
             raise ProfileError(f"node {node_config['name']!r} has neither data nor partition-id; for example: {EXAMPLE}")
-        fleet, index = settings.fleet, int(partition or 0)
+        fleet, index, simulated = settings.fleet, int(partition or 0), simulated_partitions(node_config)
+        own_data, shard, shards = str(node_config.get("data", "")), partition, node_config.get("num-partitions")
+        if simulated and fleet.data:
+            own_data, shard, shards = _share(fleet.data, index, simulated)
         state_dir = node_config.get("state-dir") or settings.state_dir or str(home() / "state")
         try:
             return cls(
                 node_name=str(node_config.get("name") or f"partition-{partition}"),
-                partition=partition,
-                num_partitions=node_config.get("num-partitions"),
+                partition=shard,
+                num_partitions=shards,
+                fleet_size=simulated,
                 model=str(node_config.get("model") or fleet.models[index % len(fleet.models)]),
                 rank_ratio=node_config.get("rank-ratio", fleet.rank_ratios[index % len(fleet.rank_ratios)]),
                 device=str(node_config.get("device", "auto")),
-                data=str(node_config.get("data", "")),
+                data=own_data,
                 state_dir=str(Path(state_dir).expanduser().resolve()),
-                simulated=simulated_partitions(node_config) > 0,
+                simulated=simulated > 0,
             )
         except ValidationError as error:
             lines = [f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg']}" for e in error.errors()]
             raise ProfileError("node-config: " + "; ".join(lines) + f"; for example: {EXAMPLE}") from None
+
+
+def _share(sources: tuple[str, ...], index: int, nodes: int) -> tuple[str, int, int]:
+    """Return the source of simulated node `index` (cyclically), its number among the nodes of that source, and how many they are."""
+    own = sources[index % len(sources)]
+    fellows = [other for other in range(nodes) if sources[other % len(sources)] == own]
+    return own, fellows.index(index) if index in fellows else index, len(fellows)
 
 
 def home() -> Path:

@@ -13,7 +13,8 @@
     nodes          per node: node, model, samples (training), alone (run `local` after as many rounds, or null), together,
                    gain (their difference, or null), round (of `together`)
     models         per model: model, nodes, samples, alone, together, gain (means over its nodes)
-    totals         nodes, samples, alone, together, gain (means over nodes), better, worse, same (nodes),
+    totals         nodes, samples, alone, together, gain (means over nodes), delta_percent (mean over
+                   nodes of 100 gain / alone), better, worse, same (nodes),
                    bytes_down, bytes_up, seconds, failures
     failures       run, node, phase, reason, count, first_round, last_round
     skipped_lines  lines of metrics.jsonl that could not be read
@@ -76,6 +77,7 @@ def summarise(data: RunData) -> dict[str, Any]:
         "nodes": len(nodes),
         "samples": sum(row["samples"] or 0 for row in nodes),
         **_means(nodes),
+        "delta_percent": _mean(100.0 * row["gain"] / row["alone"] for row in nodes if row["gain"] is not None and row["alone"]),
         "better": sum(_sign(row["gain"]) > 0 for row in nodes),
         "worse": sum(_sign(row["gain"]) < 0 for row in nodes),
         "same": sum(row["gain"] is not None and _sign(row["gain"]) == 0 for row in nodes),

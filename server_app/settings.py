@@ -53,6 +53,7 @@ class FleetSettings(Section):
 
     models: StrList = Field(("cnn1", "cnn2", "cnn3", "cnn4", "cnn5"), min_length=1)
     rank_ratios: RatioList = (1.0,)
+    data: StrList = ()
     min_nodes: int = Field(2, ge=1)
     fraction: float = Field(1.0, gt=0.0, le=1.0)
     quorum: float = Field(0.5, gt=0.0, le=1.0)
@@ -66,9 +67,9 @@ class DataSettings(Section):
 
     source: str = "embedded"
     image_column: str = ""
-    label_column: str = "label"
     image_size: int = Field(0, ge=0, le=4096)
     image_channels: Literal[0, 1, 3] = 0
+    label_column: str = "label"
     num_classes: int = Field(0, ge=0)
     partitioner: Literal["iid", "dirichlet", "pathological", "shard", "natural"] = "dirichlet"
     alpha: Positive = 0.5
@@ -167,6 +168,8 @@ def checked(model: type[S], values: Mapping[str, Any], *, prefix: str) -> S:
 
 def _explain(model: type[BaseModel], issue: Any, prefix: str) -> str:
     path = [str(p).replace("_", "-") for p in issue["loc"]]
+    if not path:  # several keys that do not fit together
+        return f"{prefix}*: {issue['msg'].removeprefix('Value error, ')}"
     key = prefix + ".".join(path)
     if issue["type"] != "extra_forbidden":
         return f"{key} = {issue['input']!r}: {issue['msg']}"

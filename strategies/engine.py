@@ -24,7 +24,7 @@ from server_app.settings import Section, Settings
 from strategies.aggregation import UpdateError, check_update
 from strategies.exchange import Exchange
 from strategies.fleet import Fleet, FleetError, Node, ask
-from strategies.messages import Payload, Scalar, Tensors, Update, decode, encode, wire_bytes
+from strategies.messages import Payload, Scalar, Tensors, Update, attach_part, decode, encode, wire_bytes
 from strategies.summary import personalized
 
 
@@ -58,13 +58,15 @@ class HeteroStrategy(FlowerStrategy):
         self._here: list[Node] = []
         self._sampled: list[Node] = []
         self._rows: dict[str, dict[str, Any]] = {}
-        self._records: dict[int, tuple[Payload, RecordDict]] = {}
+        self._records: dict[int, tuple[object, RecordDict]] = {}  # id -> what was encoded (kept, or the id could come again), records
 
     # What a method writes ------------------------------------------------------------------------------------
 
     @abstractmethod
     def prepare(self, nodes: list[Node]) -> None:
         """Make or check the server's state for these nodes; called whenever nodes may have joined.
+
+        It may `exclude` nodes that the others can do without.
 
         Raises:
             FleetError: the nodes do not fit together.
@@ -169,6 +171,8 @@ class HeteroStrategy(FlowerStrategy):
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
         """Return one message for each node sampled for this round, heaviest model first (it would finish last)."""
         self.prepare(self._here)
+        if len(self._here) < self.settings.fleet.min_nodes:
+            raise FleetError(self._fleet.too_few(len(self._here)))
         self._sampled = self._fleet.sample(self._here, self.settings.seed, server_round)
         self._rows = {node.name: {} for node in self._sampled}
         self.begin_round(server_round, self._sampled)
@@ -207,6 +211,12 @@ class HeteroStrategy(FlowerStrategy):
             self._note_bytes(node, reply.content)
             metrics = {k: float(v) for k, v in report.items() if isinstance(v, (int, float))}
             yield node, Update(tensors, int(report.get("num_examples", 0)), metrics)
+
+    def exclude(self, node: Node, reason: str) -> None:
+        """Leave `node` out of the run until it comes anew, and note why."""
+        self._fleet.refuse(node, reason)
+        self._here = [other for other in self._here if other.node_id != node.node_id]
+        self._failure_of(self.order.checkpoint_round + 1, "describe")(node.name, reason)
 
     def folded_nodes(self) -> list[Node]:
         """Return the sampled nodes whose update of this round was folded, sorted by name."""
@@ -259,6 +269,8 @@ class HeteroStrategy(FlowerStrategy):
         payload = payload or self.payload_for(node)
         if id(payload) not in self._records:  # equal payloads are one record, which Flower stores once
             encoded = encode(payload.tensors, self.settings.transport.dtype)
+            for name, tensors in payload.parts.items():
+                attach_part(encoded, name, self._encoded_part(tensors))
             order = Order(**{**vars(self.order), "server_round": server_round})
             encoded[ORDER], encoded[PAYLOAD] = order.record(), ConfigRecord(dict(payload.settings))
             self._records[id(payload)] = (payload, encoded)
@@ -266,6 +278,11 @@ class HeteroStrategy(FlowerStrategy):
         row = self._rows.setdefault(node.name, {})
         row["bytes_down"] = row.get("bytes_down", 0) + wire_bytes(content)
         return ask(node.node_id, kind, content, group=str(server_round), timeout=self.settings.fleet.round_timeout)
+
+    def _encoded_part(self, tensors: Tensors) -> RecordDict:
+        if id(tensors) not in self._records:
+            self._records[id(tensors)] = (tensors, encode(tensors, self.settings.transport.dtype))
+        return self._records[id(tensors)][1]
 
     def _replies(self, messages: list[Message], server_round: int, phase: str) -> Iterator[Message]:
         names = {node.node_id: node.name for node in [*self._here, *self._sampled]}

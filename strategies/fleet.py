@@ -91,7 +91,7 @@ class Fleet:
                 break
             time.sleep(_PAUSE)
         if len(nodes) < self.settings.min_nodes:
-            raise FleetError(self._too_few(len(nodes)))
+            raise FleetError(self.too_few(len(nodes)))
         return nodes
 
     def sample(self, nodes: list[Node], seed: int, server_round: int) -> list[Node]:
@@ -125,7 +125,13 @@ class Fleet:
         self.partitions = max(self.partitions, int(facts["num_partitions"]) if facts.get("simulated") else 0)
         log(INFO, "node %s joined: model %s, %s training samples", label, facts.get("model"), facts.get("num_train"))
 
-    def _too_few(self, usable: int) -> str:
+    def refuse(self, node: Node, reason: str) -> None:
+        """Count `node` among the refused until it leaves."""
+        self.nodes.pop(node.name, None)
+        self.refused[node.node_id] = reason
+
+    def too_few(self, usable: int) -> str:
+        """Return the message for a run that has only so many usable nodes."""
         wanted, seconds = self.settings.min_nodes, self.settings.join_timeout
         waited = f"of {self.partitions} simulated" if self.partitions else f"after {seconds:g} s (fleet.join-timeout)"
         text = f"{usable} usable nodes {waited}, fleet.min-nodes = {wanted} are needed"

@@ -26,10 +26,13 @@ class Payload:
     Attributes:
         tensors: shared tensors by name.
         settings: scalars of the method for this node and round.
+        parts: further tensors by the part's name, for what some nodes get and others don't: the same dict in several
+            payloads is sent as one record.
     """
 
     tensors: Tensors = field(default_factory=dict)
     settings: dict[str, Scalar] = field(default_factory=dict)
+    parts: dict[str, Tensors] = field(default_factory=dict)
 
 
 @dataclass
@@ -67,13 +70,29 @@ def encode(tensors: Mapping[str, torch.Tensor], dtype: str = "float32") -> Recor
     return RecordDict({_ARRAYS: ArrayRecord(wire), _DTYPES: ConfigRecord(dict(restore))})
 
 
-def decode(content: RecordDict) -> Tensors:
+def attach_part(content: RecordDict, part: str, encoded: RecordDict) -> None:
+    """Put the records of `encoded` into `content` as a part; they are not copied, so that messages can share them."""
+    for key in (_ARRAYS, _DTYPES):
+        content[f"{key}.{part}"] = encoded[key]
+
+
+def decode_parts(content: RecordDict) -> dict[str, Tensors]:
+    """Return the tensors of each part of a message by the part's name; raises ValueError as `decode`."""
+    prefix = f"{_ARRAYS}."
+    return {key.removeprefix(prefix): decode(content, f".{key.removeprefix(prefix)}") for key in content if key.startswith(prefix)}
+
+
+def decode(content: RecordDict, suffix: str = "") -> Tensors:
     """Return the tensors of a message, in the dtypes in which they were handed to `encode`.
+
+    Args:
+        content: what arrived.
+        suffix: of the records' keys; parts have one, see `decode_parts`.
 
     Raises:
         ValueError: the message was not made by `encode`.
     """
-    record, restore = content.get(_ARRAYS), content.get(_DTYPES)
+    record, restore = content.get(_ARRAYS + suffix), content.get(_DTYPES + suffix)
     if not isinstance(record, ArrayRecord) or not isinstance(restore, ConfigRecord):
         raise ValueError("the message carries no tensors: the sender runs another version of this app")
     tensors: Tensors = dict(record.to_torch_state_dict())

@@ -4,7 +4,7 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, RecordDict
 
-from strategies.messages import decode, encode, wire_bytes
+from strategies.messages import attach_part, decode, decode_parts, encode, wire_bytes
 from tests.local_grid import through_the_wire
 
 TENSORS = {
@@ -52,3 +52,18 @@ def test_wire_bytes_counts_values_and_headers():
 def test_a_message_of_another_kind_is_refused_with_a_reason():
     with pytest.raises(ValueError, match="another version"):
         decode(RecordDict({"x": ConfigRecord({"a": 1})}))
+
+
+def test_a_part_in_two_messages_is_one_record_and_comes_back_in_both():
+    rows = encode({"rows": torch.arange(6.0).reshape(2, 3), "brain": torch.ones(2, dtype=torch.bfloat16)})
+    one, two = encode({"x": torch.ones(1)}), encode({})
+    attach_part(one, "peer-0", rows)
+    attach_part(two, "peer-3", rows)
+    assert one["arrays.peer-0"] is two["arrays.peer-3"]
+    assert wire_bytes(one) == wire_bytes(encode({"x": torch.ones(1)})) + wire_bytes(rows)
+    back = decode_parts(through_the_wire(two))
+    assert back.keys() == {"peer-3"}
+    assert torch.equal(back["peer-3"]["rows"], torch.arange(6.0).reshape(2, 3))
+    assert back["peer-3"]["brain"].dtype == torch.bfloat16
+    assert decode(through_the_wire(one)).keys() == {"x"}
+    assert decode_parts(encode({})) == {}

@@ -45,7 +45,7 @@ class NodeTrainer(Trainer):
 
         def step(batch: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = task.loss(self.model(batch), targets)
+            loss = self.loss(batch, targets)
             loss.backward()
             clip([self.model], rates.clip_norm)
             optimizer.step()
@@ -60,6 +60,10 @@ class NodeTrainer(Trainer):
             device=self.context.device,
             generator=generator,
         )
+
+    def loss(self, batch: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss that `fit` minimises, 0-d."""
+        return self.context.task.loss(self.model(batch), targets)
 
     def train(self, payload: Payload, generator: torch.Generator) -> Update:
         stats = self.fit(generator)

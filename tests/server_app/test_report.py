@@ -56,6 +56,7 @@ def test_totals_models_and_runs(tmp_path: Path) -> None:
     assert totals["alone"] == pytest.approx(0.6, abs=1e-12)
     assert totals["together"] == pytest.approx(2.0 / 3.0, abs=1e-12)
     assert totals["gain"] == pytest.approx(0.2 / 3.0, abs=1e-12)
+    assert totals["delta_percent"] == pytest.approx((50.0 + 0.0 - 100.0 / 14.0) / 3.0, abs=1e-9)
     # two runs of two rounds: 1000 + 2000 down and 500 + 500 up, 2 + 4 seconds each
     assert (totals["bytes_down"], totals["bytes_up"], totals["seconds"], totals["samples"]) == (6000, 2000, 12.0, 120)
     cnn1, cnn2 = summary["models"]
