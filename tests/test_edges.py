@@ -387,3 +387,44 @@ def test_a_failed_run_says_so_in_its_status(tmp_path, monkeypatch):
     status = json.loads((tmp_path / "out/status.json").read_text())
     assert status["state"] == "failed"
     assert "'nope' is unknown" in status["reason"]
+
+
+def test_simulated_nodes_may_have_other_sources_each_divided_among_its_own_nodes(tmp_path):
+    for name, classes in (("a", 3), ("b", 2)):
+        pictures(tmp_path / name, count=60, classes=classes)
+    sources = f"{tmp_path / 'a'}, {tmp_path / 'b'}, {tmp_path / 'a'}"
+    settings, _ = strategies.settings_of({**config(tmp_path), "fleet.data": sources})
+    profiles = [NodeProfile.of({"partition-id": i, "num-partitions": 5}, settings) for i in range(5)]
+    assert [p.node_name for p in profiles] == [f"partition-{i}" for i in range(5)]
+    assert [(p.data[-1], p.partition, p.num_partitions) for p in profiles] == [
+        ("a", 0, 3), ("b", 0, 2), ("a", 1, 3), ("a", 2, 3), ("b", 1, 2)
+    ]  # fmt: skip
+    assert {p.fleet_size for p in profiles} == {5}
+    run(config(tmp_path, strategy="local", num_rounds=1, fleet__data=sources), tmp_path / "out", nodes=5)
+    counts = {r["node"]: r["num_examples"] + r["test_samples"] for r in rows(tmp_path / "out", "node")}
+    assert counts == {"partition-0": 20, "partition-1": 30, "partition-2": 20, "partition-3": 20, "partition-4": 30}
+
+
+def test_a_real_node_keeps_its_own_data_whatever_the_fleet_table_says(tmp_path):
+    settings, _ = strategies.settings_of({**config(tmp_path), "fleet.data": "x,y"})
+    profile = NodeProfile.of({"name": "pi", "data": "/srv/pictures"}, settings)
+    assert (profile.data, profile.partition, profile.num_partitions, profile.fleet_size) == ("/srv/pictures", None, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"temperature": "fixed", "peers": 7}, r"fedmuscle\.\*: fixed temperatures 0.2, 0.15 with 7 peers"),
+        ({"tau-prev": 0.3, "temperature": "fixed"}, r"fedmuscle\.\*: temperatures tau = 0.2, tau-prev = 0.3"),
+        ({"public-items": 16}, r"fedmuscle\.\*: public-batch = 32 exceeds public-items = 16"),
+        ({"evaluator": "naive", "peers": 5}, r"naive evaluator would build 34.4 GB for 5 peers"),
+        ({"evaluator": "exact", "peers": 9}, r"exact evaluator would need 1.1e\+15"),
+        ({"prefixes": "8,512"}, r"fedmuscle\.\*: prefixes = 8,512: need different numbers from 1 to dim = 256"),
+        ({"prefixes": "8,x"}, r"fedmuscle.prefixes.1 = 'x'"),
+        ({"objective": "gramian", "prefixes": "8"}, "prefixes are for the muscle objective"),
+        ({"steps": 0}, "fedmuscle.steps = 0"),
+    ],
+)
+def test_settings_of_fedmuscle_that_would_fail_in_mid_run_are_refused_before_it(changes, words):
+    with pytest.raises(SettingsError, match=words):
+        strategies.settings_of({**defaults(), "strategy": "fedmuscle", **{f"fedmuscle.{k}": v for k, v in changes.items()}})

@@ -71,9 +71,7 @@ def tuple_sums(peers_MBD: torch.Tensor, gamma: float) -> tuple[torch.Tensor, tor
         ValueError: S would take more than 4 GiB.
     """
     M, B, D = peers_MBD.shape
-    needed = B**M * D * peers_MBD.element_size()
-    if needed > NAIVE_LIMIT:
-        raise ValueError(f"the naive evaluator would build {needed / 1e9:.3g} GB for {M} peers and a batch of {B}; use exact or mean-field")
+    check_naive(M, B, D, itemsize=peers_MBD.element_size())
     tuples_JM = torch.cartesian_prod(*[torch.arange(B, device=peers_MBD.device)] * M).reshape(-1, M)
     sums_JD = peers_MBD.new_zeros(len(tuples_JM), D)
     log_alpha_J = peers_MBD.new_zeros(len(tuples_JM))
@@ -82,6 +80,15 @@ def tuple_sums(peers_MBD: torch.Tensor, gamma: float) -> tuple[torch.Tensor, tor
         for earlier in range(m):
             log_alpha_J -= gamma * (peers_MBD[earlier] @ peers_MBD[m].T)[tuples_JM[:, earlier], tuples_JM[:, m]]
     return sums_JD, log_alpha_J
+
+
+def check_naive(num_peers: int, batch: int, width: int, *, itemsize: int) -> None:
+    """Raise ValueError where S would take more than 4 GiB."""
+    needed = batch**num_peers * width * itemsize
+    if needed > NAIVE_LIMIT:
+        raise ValueError(
+            f"the naive evaluator would build {needed / 1e9:.3g} GB for {num_peers} peers and a batch of {batch}; use exact or mean-field"
+        )
 
 
 def naive(anchor_BD: torch.Tensor, peers_MBD: torch.Tensor, temperatures: Temperatures) -> Evaluation:

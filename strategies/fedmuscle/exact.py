@@ -30,7 +30,7 @@ def exact(anchor_BD: torch.Tensor, peers_MBD: torch.Tensor, temperatures: Temper
         FloatingPointError: temperatures so small that even float64 underflows.
     """
     M, B, _ = peers_MBD.shape
-    _check_cost(M, B)
+    check_cost(M, B)
     tau, gamma = temperatures.tau, temperatures.gamma
     log_K_MBB = log_kernels(anchor_BD, peers_MBD, tau)
     positive_B = positive_log_weight(log_K_MBB, peers_MBD, gamma)
@@ -58,7 +58,8 @@ def feasible(num_peers: int, batch: int) -> bool:
     return batch ** (num_peers + 1) <= 2e9 and (num_peers < 4 or batch**4 <= 2**26)
 
 
-def _check_cost(num_peers: int, batch: int) -> None:
+def check_cost(num_peers: int, batch: int) -> None:
+    """Raise ValueError where this evaluator would take more than `MAX_COST` or `MAX_ENTRIES`."""
     cost, entries = float(batch) ** (num_peers + 1), batch ** min(max(num_peers, 2), 4)
     if cost > MAX_COST or entries > MAX_ENTRIES:
         raise ValueError(

@@ -41,16 +41,8 @@ def public_indices(seed: int, server_round: int, step: int, *, num_items: int, b
     return torch.from_numpy(order[slot * batch_size : (slot + 1) * batch_size].astype(np.int64))
 
 
-def set_digest(inputs: torch.Tensor) -> str:
-    """Return the SHA-256 of a public set's shape, dtype and bytes: two nodes with the same one hold the same set."""
-    array = np.ascontiguousarray(inputs.detach().cpu().numpy())
-    digest = hashlib.sha256(f"{array.dtype.newbyteorder('<').str} {array.shape}".encode())
-    digest.update(array.astype(array.dtype.newbyteorder("<"), copy=False).data)
-    return digest.hexdigest()
-
-
 def batch_digest(manifest: str, indices: torch.Tensor) -> str:
-    """Return the SHA-256 of a public set's manifest (`set_digest`, or one's own) and a batch's indices, in order."""
+    """Return the SHA-256 of a public set's manifest (see `tasks.public`) and a batch's indices, in order."""
     digest = hashlib.sha256(f"{len(manifest)}:{manifest}".encode())
     digest.update(indices.cpu().numpy().astype("<i8").tobytes())
     return digest.hexdigest()

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from strategies.fedmuscle.public import batch_digest, choose_peers, public_indices, set_digest
+from strategies.fedmuscle.public import batch_digest, choose_peers, public_indices
+from tasks.public import set_digest
 
 
 def batch(step, server_round=1, seed=7, num_items=103, batch_size=10):

@@ -1,0 +1,84 @@
+"""Settings of FedMuscle. Checked before round 1; `fedmuscle.exchange` is what decides the cost of a round."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from server_app.settings import Positive, Section, split_list
+from strategies.fedmuscle.temperatures import FixedSchedule, LinearSchedule, Schedule
+
+Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(split_list)]
+
+
+class Config(Section):
+    """`fedmuscle.*`.
+
+    Attributes:
+        exchange: `step` (T exchanges a round, peers' representations), `gradient` (T exchanges a round, one gradient), `round`
+            (none beside training: representations travel with the training messages and are one round old).
+        objective: `muscle`, or to compare with `pairwise`, `gramian`, `none` (no exchange: local training).
+        steps: T, optimiser steps on public batches in a round.
+        peers: M, other nodes a node is aligned with at a time.
+        dim: D, width of the common space.
+        temperature: `linear` (tau^(N) = tau0 N) or `fixed` (tau, tau-prev; the paper's).
+        tau0: of `linear`.
+        tau, tau_prev: of `fixed`.
+        evaluator: of the Muscle loss.
+        transport: dtype of representations on their way; gradients travel as float32.
+        public_source: the public set, as `data.source`; its labels are not used.
+        public_items: at most so many of them, drawn by the seed; 0: all.
+        public_batch: B.
+        contrastive_rate: of AdamW on public batches; its state survives the round.
+        prefixes: sizes at which the representation shall work cut short, in the head (where the model's is wide enough) and in
+            the objective; none: off.
+    """
+
+    exchange: Literal["step", "gradient", "round"] = "round"
+    objective: Literal["muscle", "pairwise", "gramian", "none"] = "muscle"
+    steps: int = Field(16, ge=1)
+    peers: int = Field(3, ge=1)
+    dim: int = Field(256, ge=2)
+    temperature: Literal["linear", "fixed"] = "linear"
+    tau0: Positive = 0.05
+    tau: Positive = 0.2
+    tau_prev: Positive = 0.15
+    evaluator: Literal["auto", "naive", "exact", "mean-field", "sampled"] = "auto"
+    transport: Literal["float32", "float16", "int8"] = "float32"
+    public_source: str = Field("embedded", min_length=1)
+    public_items: int = Field(5000, ge=0)
+    public_batch: int = Field(32, ge=2)
+    contrastive_rate: Positive = 0.0003
+    prefixes: Sizes = ()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        """Refuse what would fail in mid-run."""
+        self.schedule.at(self.peers)
+        if self.objective == "muscle" and self.evaluator in ("exact", "naive"):
+            _check_cost(self)
+        if 0 < self.public_items < self.public_batch:
+            raise ValueError(f"public-batch = {self.public_batch} exceeds public-items = {self.public_items}; lower the former")
+        if self.objective == "gramian" and self.peers >= self.dim:
+            raise ValueError(f"the gramian objective needs peers = {self.peers} below dim = {self.dim}")
+        if len(set(self.prefixes)) < len(self.prefixes) or max(self.prefixes, default=1) > self.dim:
+            raise ValueError(f"prefixes = {','.join(map(str, self.prefixes))}: need different numbers from 1 to dim = {self.dim}")
+        if self.prefixes and self.objective in ("pairwise", "gramian"):
+            raise ValueError(f"prefixes are for the muscle objective, not for {self.objective}; leave them empty")
+        return self
+
+    @property
+    def schedule(self) -> Schedule:
+        """The temperatures for any number of peers."""
+        return LinearSchedule(self.tau0) if self.temperature == "linear" else FixedSchedule(self.tau, self.tau_prev)
+
+
+def _check_cost(config: Config) -> None:
+    from strategies.fedmuscle.evaluators import check_naive  # imports torch, which reading settings must not need
+    from strategies.fedmuscle.exact import check_cost
+
+    if config.evaluator == "exact":
+        check_cost(config.peers, config.public_batch)
+    else:
+        check_naive(config.peers, config.public_batch, config.dim, itemsize=4)

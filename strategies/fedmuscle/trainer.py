@@ -1,0 +1,181 @@
+"""Node half of FedMuscle: the node's own model on its own task, and its representations among its peers'."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import cast
+
+import torch
+from torch import nn
+
+from client_app.training import channels_last
+from strategies.fedmuscle.adam import Adam
+from strategies.fedmuscle.config import Config
+from strategies.fedmuscle.elastic import mrl_e_outputs, nested_head_loss
+from strategies.fedmuscle.exchange import Batches, alignment_loss, checked_gradient, pack, unit_rows
+from strategies.fedmuscle.loss import attach
+from strategies.fedmuscle.transport import normalise
+from strategies.fedmuscle.truncate import truncated
+from strategies.local import trainer as local
+from strategies.messages import Payload, Scalar, Tensors, Update
+from strategies.seeds import seeded
+from strategies.trainer import NodeContext, load_exactly
+from tasks.public import PublicSet, load_public
+
+
+class NodeTrainer(local.NodeTrainer):
+    """Phase (a): local training of the whole model. Phase (b): steps on public batches of extractor and projector only.
+
+    Phase (b) leaves the head behind, so evaluation and export use the model as it was after (a). With `exchange = round`,
+    (b) against last round's peers comes before (a), and that is the model itself; with the others, (b) comes after (a) and a
+    copy is kept. A round's evaluation has seen the same phases either way.
+
+    Attributes:
+        model: the node's own.
+        projector: Linear(feature_dim, D): representation -> common space; the head does not read it.
+        evaluated: what `predict` uses.
+        adam: of phase (b).
+    """
+
+    def __init__(self, context: NodeContext) -> None:
+        super().__init__(context)
+        self.config = cast(Config, context.config)
+        with seeded(context.seed, "projector"):
+            self.projector = nn.Linear(self.model.feature_dim, self.config.dim).to(context.device)
+        self.evaluated = self.model if self.config.exchange == "round" else deepcopy(self.model)
+        if self.config.prefixes and not isinstance(self.model.head, nn.Linear):
+            raise ValueError(f"fedmuscle.prefixes cuts a Linear head, model {context.profile.model!r} ends in {type(self.model.head)}")
+        named = [*self.model.extractor.named_parameters(prefix="extractor"), *self.projector.named_parameters(prefix="projector")]
+        self.adam = Adam(named, rate=self.config.contrastive_rate, weight_decay=context.settings.train.weight_decay)
+        self._public: PublicSet | None = None
+
+    @property
+    def public(self) -> PublicSet:
+        """The public set in this node's input shape; read at first use."""
+        if self._public is None:
+            settings, config = self.context.settings, self.config
+            shape = self.context.task.input_shape
+            found = load_public(config.public_source, settings.data, items=config.public_items, seed=settings.seed, input_shape=shape)
+            if len(found) < config.public_batch:
+                raise ValueError(
+                    f"node {self.context.profile.node_name}: the public set {found.name!r} has {len(found)} items, "
+                    f"fedmuscle.public-batch = {config.public_batch}"
+                )
+            self._public = found
+        return self._public
+
+    def describe(self) -> dict[str, Scalar]:
+        facts: dict[str, Scalar] = {**super().describe(), "feature_dim": self.model.feature_dim}
+        if self.config.objective == "none":
+            return facts
+        return {**facts, "public_manifest": self.public.manifest, "public_items": len(self.public)}
+
+    def private_state(self) -> Tensors:
+        parts = {"model": self.model, "projector": self.projector}
+        parts |= {} if self.evaluated is self.model else {"evaluated": self.evaluated}
+        state = {f"{part}.{name}": tensor for part, module in parts.items() for name, tensor in module.state_dict().items()}
+        return {**state, **{f"adam.{name}": tensor for name, tensor in self.adam.state().items()}}
+
+    def load_private_state(self, state: Tensors) -> None:
+        load_exactly(self.model, _below("model", state))
+        load_exactly(self.projector, _below("projector", state))
+        if self.evaluated is not self.model:
+            load_exactly(self.evaluated, _below("evaluated", state))
+        self.adam.load(_below("adam", state))
+
+    def loss(self, batch: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if not self.config.prefixes:
+            return super().loss(batch, targets)
+        head = cast(nn.Linear, self.model.head)
+        bias = torch.zeros_like(head.weight[:, 0]) if head.bias is None else head.bias
+        outputs = mrl_e_outputs(self.model.features(batch), head.weight, bias, self._head_sizes())
+        return nested_head_loss(outputs, targets, self.context.task.loss)
+
+    def train(self, payload: Payload, generator: torch.Generator) -> Update:
+        metrics = self._catch_up(payload, generator) if payload.parts else {}
+        stats = self.fit(generator)
+        if self.evaluated is not self.model:
+            load_exactly(self.evaluated, self.model.state_dict())
+        upload = self._upload(int(payload.settings["now"])) if self.config.objective != "none" else {}
+        return Update(upload, stats.samples, {"train_loss": stats.loss, **metrics})
+
+    def exchange(self, payload: Payload, generator: torch.Generator) -> Update:
+        batches = self._batches(payload)
+        (index_B,) = batches.indices
+        rep_BD = self._represent(index_B)
+        if self.config.exchange == "gradient":
+            gradient_BD = checked_gradient(payload, (len(index_B), self.config.dim)).to(rep_BD.device)
+            loss = attach(rep_BD, torch.tensor(float(payload.settings["loss"]), device=rep_BD.device), gradient_BD)
+            met = int(payload.settings["peers"])
+        else:
+            peers = [rows_SBD[0] for rows_SBD in self._peers(payload, batches)]
+            loss, met = alignment_loss(self.config, rep_BD, peers, generator), len(peers)
+        self.adam.step(loss)
+        following = batches.step + 1
+        upload = self._upload(batches.server_round, following) if following < self.config.steps else {}
+        return Update(upload, len(index_B), {"contrastive_loss": float(loss.detach()), "peers": float(met)})
+
+    def predict(self, batch: torch.Tensor) -> torch.Tensor:
+        self.evaluated.eval()
+        return self.evaluated(batch)
+
+    def exportable(self) -> dict[str, nn.Module]:
+        sizes = [k for k in self._head_sizes() if k < self.model.feature_dim] if self.config.prefixes else []
+        return {"model": self.evaluated, **{f"dims-{k}": truncated(self.evaluated, k) for k in sizes}}
+
+    def _head_sizes(self) -> list[int]:
+        width = self.model.feature_dim
+        return sorted({*(k for k in self.config.prefixes if k < width), width})
+
+    def _catch_up(self, payload: Payload, generator: torch.Generator) -> dict[str, float]:
+        """Take the T steps of phase (b) on the last round's public batches; return what they were."""
+        batches = self._batches(payload)
+        peers = self._peers(payload, batches)
+        losses = []
+        for step, index_B in enumerate(batches.indices):
+            loss = alignment_loss(self.config, self._represent(index_B), [rows_SBD[step] for rows_SBD in peers], generator)
+            self.adam.step(loss)
+            losses.append(float(loss.detach()))
+        return {"contrastive_loss": sum(losses) / len(losses), "peers": float(len(peers))}
+
+    def _represent(self, index_B: torch.Tensor) -> torch.Tensor:
+        """Return unit rows (B, D) of public items.
+
+        In evaluation mode: public items must not move running statistics, and the anchor must be what was uploaded.
+        """
+        self.model.eval()
+        raw = self.public.batch(index_B).to(self.context.device)
+        features = self.model.features(channels_last(self.context.task.prepare(raw, False, None)))
+        return normalise(self.projector(features.to(self.projector.weight.dtype)))[0]
+
+    @torch.no_grad()
+    def _upload(self, server_round: int, step: int = 0) -> Tensors:
+        batches = self._at(server_round, step)
+        return pack(torch.stack([self._represent(index_B) for index_B in batches.indices]), batches, self.config.transport)
+
+    def _peers(self, payload: Payload, batches: Batches) -> list[torch.Tensor]:
+        found = []
+        for name, tensors in sorted(payload.parts.items()):
+            if tensors.keys() != {"rows"}:
+                raise ValueError(f"the server sent {sorted(tensors)} as {name}, expected rows")
+            found.append(unit_rows(tensors["rows"], batches, width=self.config.dim, sender=name).to(self.context.device))
+        return found
+
+    def _batches(self, payload: Payload) -> Batches:
+        """Return the batches that `payload` is about; raises ValueError where this node has other items in them."""
+        said = payload.settings
+        batches = self._at(int(said["round"]), int(said["step"]))
+        if batches.digest != said["digest"]:
+            raise ValueError(
+                f"node {self.context.profile.node_name}: the public items of round {said['round']}, step {said['step']} are not those of "
+                f"the server; is the public set {self.public.name!r} the same on all nodes?"
+            )
+        return batches
+
+    def _at(self, server_round: int, step: int) -> Batches:
+        seed, public = self.context.settings.seed, self.public
+        return Batches.of(self.config, seed, public.manifest, len(public), server_round, step)
+
+
+def _below(prefix: str, state: Tensors) -> Tensors:
+    return {name.removeprefix(f"{prefix}."): tensor for name, tensor in state.items() if name.startswith(f"{prefix}.")}
