@@ -9,7 +9,7 @@ import tasks
 from strategies.aggregation import WeightedMean
 from strategies.engine import HeteroStrategy
 from strategies.fleet import FleetError, Node
-from strategies.messages import Payload, Tensors, Update
+from strategies.messages import Payload, Scalar, Tensors, Update
 from strategies.seeds import seeded
 from tasks import Task
 
@@ -46,12 +46,17 @@ class AveragingStrategy(HeteroStrategy):
 
     def begin_round(self, server_round: int, nodes: list[Node]) -> None:
         expected = sum(max(1, int(node.facts.get("num_train", 1))) for node in nodes)
+        self._server_round = server_round
         self._mean = WeightedMean(self.theta, scale=float(len(nodes) if self.uniform else expected))
-        self._payload = Payload(self.theta)
+        self._payload = Payload(self.theta, self.settings_of_round(server_round))
+
+    def settings_of_round(self, server_round: int) -> dict[str, Scalar]:
+        """Return what the nodes are told beside theta."""
+        return {}
 
     def payload_for(self, node: Node) -> Payload:
         if self._payload.tensors is not self.theta:
-            self._payload = Payload(self.theta)
+            self._payload = Payload(self.theta, self.settings_of_round(self._server_round))
         return self._payload
 
     def fold(self, node: Node, update: Update) -> None:

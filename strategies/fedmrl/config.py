@@ -18,6 +18,8 @@ class Config(Section):
         shared_weight, private_weight: m_G and m_F (eq. 8).
         projector_start: `random` (each node its own), `shared` (one random for all), `aligned`, `split`.
         shared_rate, private_rate, projector_rate: learning rates of G, F and P; 0 means `train.learning-rate`.
+        warmup_rounds: first rounds in which only G trains, on its own representation; F and P rest.
+        own_weight: weight of one more loss, of G's head on G's own representation; 0 is the paper's.
         weighting: `samples` (n_k / n, the paper's) or `uniform`.
     """
 
@@ -29,4 +31,6 @@ class Config(Section):
     shared_rate: NonNegative = 0.0
     private_rate: NonNegative = 0.0
     projector_rate: NonNegative = 0.0
+    warmup_rounds: int = Field(0, ge=0)
+    own_weight: NonNegative = 0.0
     weighting: Literal["samples", "uniform"] = "samples"

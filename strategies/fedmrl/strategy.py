@@ -7,6 +7,7 @@ from typing import cast
 import models
 from strategies.averaging import AveragingStrategy
 from strategies.fedmrl.config import Config
+from strategies.messages import Scalar
 
 
 class Strategy(AveragingStrategy):
@@ -19,3 +20,6 @@ class Strategy(AveragingStrategy):
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> models.SplitModel:
         config = cast(Config, self.config)
         return models.build(config.small_model, input_shape=input_shape, num_outputs=num_outputs, feature_dim=config.shared_dim)
+
+    def settings_of_round(self, server_round: int) -> dict[str, Scalar]:
+        return {"warmup": server_round <= cast(Config, self.config).warmup_rounds}

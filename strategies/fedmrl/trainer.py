@@ -34,13 +34,13 @@ class Fused(nn.Module):
         self.shared, self.private = shared, private
         self.projector = nn.Linear(d1 + d2, d2)
 
-    def fuse(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return z = P(r_G o r_F), (B, d2): one forward of each extractor (eq. 2 to 5)."""
-        return self.projector(splice(self.shared.features(batch), self.private.features(batch)))
+    def fuse(self, batch: torch.Tensor, rep_BG: torch.Tensor | None = None) -> torch.Tensor:
+        """Return z = P(r_G o r_F), (B, d2): one forward of each extractor (eq. 2 to 5); `rep_BG` is r_G where it is there."""
+        return self.projector(splice(self.shared.features(batch) if rep_BG is None else rep_BG, self.private.features(batch)))
 
-    def both(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def both(self, batch: torch.Tensor, rep_BG: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the outputs of the shared head on the coarse slice and of the private head on the fine one (eq. 7)."""
-        coarse, fine = slices(self.fuse(batch), self.shared.feature_dim)
+        coarse, fine = slices(self.fuse(batch, rep_BG), self.shared.feature_dim)
         return self.shared.classify(coarse), self.private.classify(fine)
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,10 @@ class MixSmall(nn.Module):
 
 
 class NodeTrainer(Trainer):
-    """Trains G, F and P together; uploads G only."""
+    """Trains G, F and P together; uploads G only.
+
+    A node whose F and P have not been trained yet (warm-up, or never sampled) predicts with G alone.
+    """
 
     def __init__(self, context: NodeContext) -> None:
         super().__init__(context)
@@ -74,6 +77,8 @@ class NodeTrainer(Trainer):
             self.fused.projector.weight.copy_(weight)
             self.fused.projector.bias.copy_(bias)
         self.fused.to(context.device)
+        self._warmup = False
+        self._rounds = torch.zeros((), dtype=torch.int64)  # in which F and P were trained
 
     def describe(self) -> dict[str, Scalar]:
         fused = self.fused
@@ -84,17 +89,20 @@ class NodeTrainer(Trainer):
         }
 
     def private_state(self) -> Tensors:
-        return {n: t for n, t in self.fused.state_dict().items() if not n.startswith("shared.")}
+        return {"rounds": self._rounds} | {n: t for n, t in self.fused.state_dict().items() if not n.startswith("shared.")}
 
     def load_private_state(self, state: Tensors) -> None:
-        load_exactly(self.fused, {**{f"shared.{n}": t for n, t in self.fused.shared.state_dict().items()}, **state})
+        own = dict(state)
+        self._rounds = own.pop("rounds")
+        load_exactly(self.fused, {**{f"shared.{n}": t for n, t in self.fused.shared.state_dict().items()}, **own})
 
     def receive(self, payload: Payload) -> None:
         load_exactly(self.fused.shared, payload.tensors)
+        self._warmup = bool(payload.settings.get("warmup", False))
 
     def train(self, payload: Payload, generator: torch.Generator) -> Update:
         context, config, fused = self.context, self.config, self.fused
-        settings, task = context.settings.train, context.task
+        settings, task, warmup = context.settings.train, context.task, self._warmup
         nets = [fused.shared, fused.private, fused.projector]
         rates = [rate or settings.learning_rate for rate in (config.shared_rate, config.private_rate, config.projector_rate)]
         groups: list[dict[str, object]] = [{"params": list(n.parameters()), "lr": r} for n, r in zip(nets, rates, strict=True)]
@@ -102,10 +110,7 @@ class NodeTrainer(Trainer):
 
         def step(batch: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad()
-            coarse, fine = fused.both(batch)
-            loss = matryoshka_loss(
-                coarse, fine, targets, task.loss, shared_weight=config.shared_weight, private_weight=config.private_weight
-            )
+            loss = task.loss(fused.shared(batch), targets) if warmup else self._loss(batch, targets)
             loss.backward()
             clip(nets, settings.clip_norm)
             optimizer.step()
@@ -114,16 +119,24 @@ class NodeTrainer(Trainer):
         stats = train_epochs(
             task, [fused], step, epochs=settings.local_epochs, batch_size=settings.batch_size, device=context.device, generator=generator
         )
+        self._rounds = self._rounds + (not warmup)
         return Update(fused.shared.state_dict(), stats.samples, {"train_loss": stats.loss})
+
+    def _loss(self, batch: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return equation 8's loss, and with `own-weight` that of G on its own representation."""
+        config, task = self.config, self.context.task
+        rep = self.fused.shared.features(batch)
+        coarse, fine = self.fused.both(batch, rep)
+        loss = matryoshka_loss(coarse, fine, targets, task.loss, shared_weight=config.shared_weight, private_weight=config.private_weight)
+        if config.own_weight:
+            loss = loss + config.own_weight * task.loss(self.fused.shared.classify(rep), targets)
+        return loss
 
     def predict(self, batch: torch.Tensor) -> torch.Tensor:
         self.fused.eval()
-        return self.fused(batch)
+        return self.fused(batch) if int(self._rounds) else self.fused.shared(batch)
 
     def exportable(self) -> dict[str, nn.Module]:
-        return {
-            "fused": self.fused,
-            "mix-small": MixSmall(self.fused),
-            "single-large": self.fused.private,
-            "single-small": self.fused.shared,
-        }
+        whole = {"fused": self.fused, "mix-small": MixSmall(self.fused), "single-large": self.fused.private}
+        alone = {"single-small": self.fused.shared}
+        return whole | alone if int(self._rounds) else alone | whole

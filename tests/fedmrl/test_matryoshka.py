@@ -163,6 +163,7 @@ def test_the_exported_models_predict_with_torch_alone(tmp_path, monkeypatch):
     import sys
 
     one = trainer(tmp_path, monkeypatch)
+    one.train(Payload(), generator("x"))
     paths = export_models(one, tmp_path / "exports", names=tuple(one.exportable()), metrics={"accuracy": 0.5})
     assert [p.stem for p in paths] == ["fused", "mix-small", "single-large", "single-small"]
     raw = one.context.task.test.inputs[:5]
@@ -194,3 +195,34 @@ def test_training_on_cuda_gives_the_loss_of_the_cpu(tmp_path, monkeypatch):
         losses.append(one.train(Payload(), generator("x")).metrics["train_loss"])
         assert {t.device.type for t in one.private_state().values()} == {device}
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_in_warm_up_only_the_small_model_learns_and_predicts(tmp_path, monkeypatch):
+    one = trainer(tmp_path, monkeypatch)
+    before = {n: t.clone() for n, t in one.private_state().items()}
+    theta = {n: t.clone() for n, t in one.fused.shared.state_dict().items()}
+    one.receive(Payload(theta, {"warmup": True}))
+    update = one.train(Payload(theta, {"warmup": True}), generator("x"))
+    assert all(torch.equal(before[n], t) for n, t in one.private_state().items())
+    assert all(not torch.equal(theta[n], t) for n, t in update.tensors.items())
+    batch = one.context.task.prepare(one.context.task.test.inputs, False, None)
+    assert torch.equal(one.predict(batch), one.fused.shared(batch))
+    one.receive(Payload(theta, {"warmup": False}))
+    one.train(Payload(theta, {"warmup": False}), generator("x"))
+    assert int(one.private_state()["rounds"]) == 1
+    assert torch.equal(one.predict(batch), one.fused(batch))
+
+
+def test_the_small_models_own_loss_reaches_the_small_model_only(tmp_path, monkeypatch):
+    gradients = []
+    for weight in (0.0, 2.0):
+        one = trainer(tmp_path, monkeypatch, fedmrl__own_weight=weight)
+        task = one.context.task
+        batch, targets = task.prepare(task.train.inputs[:6], False, None), task.train.targets[:6]
+        one._loss(batch, targets).backward()
+        gradients.append({n: p.grad.clone() for n, p in one.fused.named_parameters()})
+    one.fused.zero_grad()
+    functional.cross_entropy(one.fused.shared(batch), targets).backward()
+    for name, parameter in one.fused.named_parameters():
+        extra = 2.0 * parameter.grad if name.startswith("shared.") else torch.zeros_like(parameter)
+        torch.testing.assert_close(gradients[1][name] - gradients[0][name], extra, rtol=1e-3, atol=1e-5)
