@@ -1,0 +1,33 @@
+"""A small FedMuscle federation: tiny pictures, a public set of the same kind, the real halves on the in-process Grid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from tests.fleet_fixture import config, pictures
+
+STEPS, BATCH, DIM = 3, 8, 16
+
+
+def muscle(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    """Return a run config for FedMuscle; `changes` as for `fleet_fixture.config`."""
+    public = tmp_path / "public"
+    if not public.exists():
+        pictures(public, count=40, seed=9)
+    base = {
+        "strategy": "fedmuscle",
+        "fedmuscle__public_source": str(public),
+        "fedmuscle__steps": STEPS,
+        "fedmuscle__public_batch": BATCH,
+        "fedmuscle__dim": DIM,
+        "fedmuscle__contrastive_rate": 0.001,
+    }
+    return config(tmp_path, **{**base, **changes})
+
+
+def states(out: Path) -> dict[str, dict[str, Any]]:
+    """Return every private state that a run left, by node and file name."""
+    return {f"{p.parent.name}/{p.stem}": load_file(p) for p in sorted((out / "state").rglob("fedmuscle/**/*.safetensors"))}
