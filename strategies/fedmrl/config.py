@@ -20,6 +20,7 @@ class Config(Section):
         shared_rate, private_rate, projector_rate: learning rates of G, F and P; 0 means `train.learning-rate`.
         warmup_rounds: first rounds in which only G trains, on its own representation; F and P rest.
         own_weight: weight of one more loss, of G's head on G's own representation; 0 is the paper's.
+        predict: `fine` (the private head on z: the paper's mix-large) or `both` (mean of both heads' probabilities).
         weighting: `samples` (n_k / n, the paper's) or `uniform`.
     """
 
@@ -33,4 +34,5 @@ class Config(Section):
     projector_rate: NonNegative = 0.0
     warmup_rounds: int = Field(0, ge=0)
     own_weight: NonNegative = 0.0
+    predict: Literal["fine", "both"] = "fine"
     weighting: Literal["samples", "uniform"] = "samples"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import torch
@@ -56,6 +57,14 @@ class MixSmall(nn.Module):
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         return self.fused.both(batch)[0]
+
+
+class MixBoth(MixSmall):
+    """Both heads together: the logarithm of the mean of their probabilities."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        coarse, fine = (outputs.log_softmax(1) for outputs in self.fused.both(batch))
+        return torch.logaddexp(coarse, fine) - math.log(2)
 
 
 class NodeTrainer(Trainer):
@@ -134,9 +143,10 @@ class NodeTrainer(Trainer):
 
     def predict(self, batch: torch.Tensor) -> torch.Tensor:
         self.fused.eval()
-        return self.fused(batch) if int(self._rounds) else self.fused.shared(batch)
+        return next(iter(self.exportable().values()))(batch)
 
     def exportable(self) -> dict[str, nn.Module]:
-        whole = {"fused": self.fused, "mix-small": MixSmall(self.fused), "single-large": self.fused.private}
-        alone = {"single-small": self.fused.shared}
+        fused = MixBoth(self.fused) if self.config.predict == "both" else self.fused
+        whole: dict[str, nn.Module] = {"fused": fused, "mix-small": MixSmall(self.fused), "single-large": self.fused.private}
+        alone: dict[str, nn.Module] = {"single-small": self.fused.shared}
         return whole | alone if int(self._rounds) else alone | whole

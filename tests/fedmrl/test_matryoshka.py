@@ -226,3 +226,11 @@ def test_the_small_models_own_loss_reaches_the_small_model_only(tmp_path, monkey
     for name, parameter in one.fused.named_parameters():
         extra = 2.0 * parameter.grad if name.startswith("shared.") else torch.zeros_like(parameter)
         torch.testing.assert_close(gradients[1][name] - gradients[0][name], extra, rtol=1e-3, atol=1e-5)
+
+
+def test_both_heads_predict_the_mean_of_their_probabilities(tmp_path, monkeypatch):
+    one = trainer(tmp_path, monkeypatch, fedmrl__predict="both")
+    one.train(Payload(), generator("x"))
+    batch = one.context.task.prepare(one.context.task.test.inputs, False, None)
+    coarse, fine = one.fused.both(batch)
+    torch.testing.assert_close(one.predict(batch).exp(), (coarse.softmax(1) + fine.softmax(1)) / 2)
