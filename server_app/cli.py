@@ -272,6 +272,10 @@ def models(
     ] = None,
     input_shape: Shape = "",
     classes: Classes = 0,
+    rank_ratio: Annotated[
+        list[float] | None, typer.Option("--rank-ratio", min=0.0, max=1.0, help="Also cut to it, as fedhm does; repeat it for more.")
+    ] = None,
+    config: Overrides = None,
 ) -> None:
     """List the models with what they cost: parameters, forward multiply-accumulates, memory of a sample in training."""
     import models as architectures
@@ -279,7 +283,12 @@ def models(
     from server_app import show
 
     with _explained():
-        shape, outputs = _shape_of(input_shape, classes, _defaults())
+        shape, outputs = _shape_of(input_shape, classes, _checked(config))
+        if rank_ratio:
+            from server_app.tiers import print_tiers
+
+            print_tiers(out, names or [], shape, outputs, rank_ratio, config or [])
+            return
     shown = show.table(
         f"for samples of shape {shape} and {outputs} outputs", ("model", "parameters", "forward MACs", "width", "activations"), numbers=4
     )
@@ -299,10 +308,10 @@ def models(
         raise typer.Exit(2)
 
 
-def _defaults() -> RunConfig:
+def _checked(overrides: list[str] | None) -> RunConfig:
     from server_app.overrides import merged
 
-    return merged([], {})
+    return merged(overrides or [], {})
 
 
 def _shape_of(input_shape: str, classes: int, config: RunConfig) -> tuple[tuple[int, ...], int]:
