@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from logging import INFO, WARNING
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.logger import log
@@ -24,17 +25,8 @@ from server_app.settings import Section, Settings
 from strategies.aggregation import UpdateError, check_update
 from strategies.exchange import Exchange
 from strategies.fleet import Fleet, FleetError, Node, ask
-from strategies.messages import Payload, Scalar, Tensors, Update, attach_part, decode, encode, wire_bytes
-from strategies.summary import personalized
-
-
-class Journal(Protocol):
-    """Where the engine reports to (see `server_app.recorder`)."""
-
-    def node(self, row: dict[str, Any]) -> None: ...
-    def round(self, row: dict[str, Any]) -> None: ...
-    def failure(self, server_round: int, node: str, phase: str, reason: str) -> None: ...
-    def checkpoint(self, server_round: int, strategy: HeteroStrategy) -> None: ...
+from strategies.ledger import Journal, Ledger
+from strategies.messages import Payload, Tensors, Update, attach_part, decode, encode
 
 
 class HeteroStrategy(FlowerStrategy):
@@ -57,7 +49,7 @@ class HeteroStrategy(FlowerStrategy):
         self._exchange: Exchange
         self._here: list[Node] = []
         self._sampled: list[Node] = []
-        self._rows: dict[str, dict[str, Any]] = {}
+        self._ledger = Ledger(journal)
         self._records: dict[int, tuple[object, RecordDict]] = {}  # id -> what was encoded (kept, or the id could come again), records
 
     # What a method writes ------------------------------------------------------------------------------------
@@ -131,18 +123,18 @@ class HeteroStrategy(FlowerStrategy):
         self._grid, self._exchange = grid, Exchange(grid)
         self._fleet = Fleet(grid, self._exchange, self.settings.fleet, self._describe, report_of)
         self.summary()
-        self._here = self._fleet.wait(self._failure_of(self.first_round, "describe"))
+        self._here = self._fleet.wait(self._failure_of(self.first_round))
         result = Result()
         for server_round in range(self.first_round, num_rounds + 1):
             started = time.perf_counter()
             self._records.clear()
             if server_round > self.first_round:
-                self._here = self._fleet.wait(self._failure_of(server_round, "describe"), everyone=False)
+                self._here = self._fleet.wait(self._failure_of(server_round), everyone=False)
             method = self._train_round(grid, server_round)
-            evaluated = self._evaluate_round(grid, server_round, last=server_round == num_rounds)
-            self._report(server_round, time.perf_counter() - started, method, evaluated)
+            shared = self._evaluate_round(grid, server_round, last=server_round == num_rounds)
+            self._ledger.write(server_round, time.perf_counter() - started, len(self._sampled), method, self._here, shared)
             self.journal.checkpoint(server_round, self)
-            self.order = Order(**{**vars(self.order), "checkpoint_round": server_round})
+            self.order = replace(self.order, checkpoint_round=server_round)
         result.arrays = cast(ArrayRecord, encode(self.shared_tensors())["arrays"])
         return result
 
@@ -151,22 +143,18 @@ class HeteroStrategy(FlowerStrategy):
         for attempt in range(self.settings.fleet.retries + 1):
             if attempt:
                 log(WARNING, "round %d is repeated (fleet.retries)", server_round)
-                self._here = fleet.wait(self._failure_of(server_round, "describe"), everyone=False)
+                self._here = fleet.wait(self._failure_of(server_round), everyone=False)
             messages = self.configure_train(server_round, ArrayRecord(), ConfigRecord(), grid)
             _, metrics = self.aggregate_train(server_round, self._replies(messages, server_round, "train"))
             if metrics is not None:
                 return {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
-        reasons = [f"- {name}: {row['reason']}" for name, row in sorted(self._rows.items()) if "reason" in row][:8]
-        raise FleetError(
-            "\n".join(
-                [
-                    f"round {server_round}: {self._folded()} of {len(self._sampled)} sampled nodes gave a usable update, "
-                    f"{fleet.needed(len(self._sampled))} are needed (fleet.quorum = {self.settings.fleet.quorum:g}); "
-                    f"the last complete round is {self.order.checkpoint_round}",
-                    *reasons,
-                ]
-            )
-        )
+        needed, quorum = fleet.needed(len(self._sampled)), self.settings.fleet.quorum
+        lines = [
+            f"round {server_round}: {self._ledger.count} of {len(self._sampled)} sampled nodes gave a usable update, {needed} are needed "
+            f"(fleet.quorum = {quorum:g}); the last complete round is {self.order.checkpoint_round}",
+            *self._ledger.reasons(8),
+        ]
+        raise FleetError("\n".join(lines))
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
         """Return one message for each node sampled for this round, heaviest model first (it would finish last)."""
@@ -174,7 +162,7 @@ class HeteroStrategy(FlowerStrategy):
         if len(self._here) < self.settings.fleet.min_nodes:
             raise FleetError(self._fleet.too_few(len(self._here)))
         self._sampled = self._fleet.sample(self._here, self.settings.seed, server_round)
-        self._rows = {node.name: {} for node in self._sampled}
+        self._ledger.begin([node.name for node in self._sampled])
         self.begin_round(server_round, self._sampled)
         heaviest_first = sorted(self._sampled, key=lambda n: -int(n.facts.get("parameters", 0)) * int(n.facts.get("num_train", 1)))
         return [self._message(node, "train", server_round) for node in heaviest_first]
@@ -186,8 +174,8 @@ class HeteroStrategy(FlowerStrategy):
             try:
                 self._fold_reply(node, reply.content)
             except ValueError as error:
-                self._fail(server_round, node.name, "train", str(error))
-        if self._folded() < self._fleet.needed(len(self._sampled)):
+                self._ledger.fail(server_round, node.name, "train", str(error))
+        if self._ledger.count < self._fleet.needed(len(self._sampled)):
             return None, None
         self.align(server_round)
         return None, MetricRecord(dict(self.end_round()))
@@ -206,9 +194,9 @@ class HeteroStrategy(FlowerStrategy):
             try:
                 report, tensors = report_of(reply.content), decode(reply.content)
             except ValueError as error:
-                self._fail(server_round, node.name, "exchange", str(error))
+                self._ledger.fail(server_round, node.name, "exchange", str(error))
                 continue
-            self._note_bytes(node, reply.content)
+            self._ledger.received(node.name, reply.content)
             metrics = {k: float(v) for k, v in report.items() if isinstance(v, (int, float))}
             yield node, Update(tensors, int(report.get("num_examples", 0)), metrics)
 
@@ -216,11 +204,11 @@ class HeteroStrategy(FlowerStrategy):
         """Leave `node` out of the run until it comes anew, and note why."""
         self._fleet.refuse(node, reason)
         self._here = [other for other in self._here if other.node_id != node.node_id]
-        self._failure_of(self.order.checkpoint_round + 1, "describe")(node.name, reason)
+        self._failure_of(self.order.checkpoint_round + 1)(node.name, reason)
 
     def folded_nodes(self) -> list[Node]:
         """Return the sampled nodes whose update of this round was folded, sorted by name."""
-        return [node for node in self._sampled if self._rows.get(node.name, {}).get("folded")]
+        return [node for node in self._sampled if self._ledger.is_folded(node.name)]
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
         """Return one message for each node that is here: all are evaluated, sampled or not."""
@@ -228,13 +216,15 @@ class HeteroStrategy(FlowerStrategy):
         return [self._message(node, "evaluate", server_round) for node in self._here]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Note each node's own metrics; the summary over nodes is made by `_report`."""
+        """Note each node's own metrics; the ledger makes the summary over nodes."""
         for reply in replies:
             node = self._by_id(reply)
             try:
-                self._note(node, reply.content)
+                report = report_of(reply.content)
+                self._ledger.received(node.name, reply.content)
+                self._ledger.measured(node.name, report)
             except ValueError as error:
-                self._fail(server_round, node.name, "evaluate", str(error))
+                self._ledger.fail(server_round, node.name, "evaluate", str(error))
         return None
 
     def summary(self) -> None:
@@ -256,7 +246,7 @@ class HeteroStrategy(FlowerStrategy):
             try:
                 paths[node.name] = str(report_of(reply.content)["path"])
             except ValueError as error:
-                self._fail(server_round, node.name, "export", str(error))
+                self._ledger.fail(server_round, node.name, "export", str(error))
         return paths
 
     # Messages ------------------------------------------------------------------------------------------------
@@ -271,12 +261,11 @@ class HeteroStrategy(FlowerStrategy):
             encoded = encode(payload.tensors, self.settings.transport.dtype)
             for name, tensors in payload.parts.items():
                 attach_part(encoded, name, self._encoded_part(tensors))
-            order = Order(**{**vars(self.order), "server_round": server_round})
+            order = replace(self.order, server_round=server_round)
             encoded[ORDER], encoded[PAYLOAD] = order.record(), ConfigRecord(dict(payload.settings))
             self._records[id(payload)] = (payload, encoded)
         content = RecordDict(dict(self._records[id(payload)][1]))
-        row = self._rows.setdefault(node.name, {})
-        row["bytes_down"] = row.get("bytes_down", 0) + wire_bytes(content)
+        self._ledger.sent(node.name, content)
         return ask(node.node_id, kind, content, group=str(server_round), timeout=self.settings.fleet.round_timeout)
 
     def _encoded_part(self, tensors: Tensors) -> RecordDict:
@@ -289,7 +278,7 @@ class HeteroStrategy(FlowerStrategy):
         asked = {names[message.metadata.dst_node_id]: message for message in messages}
         for name, reply in self._exchange.send(asked, self.settings.fleet.round_timeout):
             if isinstance(reply, str):
-                self._fail(server_round, name, phase, reply)
+                self._ledger.fail(server_round, name, phase, reply)
             else:
                 yield reply
 
@@ -300,70 +289,23 @@ class HeteroStrategy(FlowerStrategy):
         report = report_of(content)
         tensors = decode(content)
         count = report.get("num_examples", 0)
-        self._note_bytes(node, content)
+        self._ledger.received(node.name, content)
         if isinstance(count, (str, bool)) or not count > 0:
             raise UpdateError(f"the node reports {count!r} training samples: it has no weight in this round")
         check_update(tensors, self.expected(node))
         metrics = {k: float(v) for k, v in report.items() if isinstance(v, (int, float))}
         self.fold(node, Update(tensors, int(count), metrics))
-        self._rows[node.name] |= {**_measured(report), "folded": True}
+        self._ledger.measured(node.name, report)
+        self._ledger.folded(node.name)
 
-    def _note(self, node: Node, content: RecordDict) -> None:
-        report = report_of(content)
-        self._note_bytes(node, content)
-        row = self._rows.setdefault(node.name, {})
-        load = float(row.get("seconds_load", 0.0)) + float(report.pop("seconds_load", 0.0))
-        row |= {**_measured(report), "seconds_load": load}
+    def _failure_of(self, server_round: int) -> Callable[[str, str], None]:
+        return lambda node, reason: self._ledger.fail(server_round, node, "describe", reason)
 
-    def _note_bytes(self, node: Node, content: RecordDict) -> None:
-        row = self._rows.setdefault(node.name, {})
-        row["bytes_up"] = row.get("bytes_up", 0) + wire_bytes(content)
-
-    # Results -------------------------------------------------------------------------------------------------
-
-    def _folded(self) -> int:
-        return sum(bool(row.get("folded")) for row in self._rows.values())
-
-    def _fail(self, server_round: int, node: str, phase: str, reason: str) -> None:
-        log(WARNING, "round %d, %s, node %s: %s", server_round, phase, node, reason)
-        self._rows.setdefault(node, {})["reason"] = reason
-        self.journal.failure(server_round, node, phase, reason)
-
-    def _failure_of(self, server_round: int, phase: str) -> Any:
-        def on_failure(node: str, reason: str) -> None:
-            log(WARNING, "round %d, %s, node %s: %s", server_round, phase, node, reason)
-            self.journal.failure(server_round, node, phase, reason)
-
-        return on_failure
-
-    def _evaluate_round(self, grid: Grid, server_round: int, *, last: bool) -> bool:
+    def _evaluate_round(self, grid: Grid, server_round: int, *, last: bool) -> dict[str, float] | None:
+        """Evaluate every node, and return the shared model's metrics; None in a round without evaluation."""
         every = self.settings.eval_every
         if not last and (every == 0 or server_round % every):
-            return False
+            return None
         messages = self.configure_evaluate(server_round, ArrayRecord(), ConfigRecord(), grid)
         self.aggregate_evaluate(server_round, self._replies(messages, server_round, "evaluate"))
-        return True
-
-    def _report(self, server_round: int, seconds: float, method: dict[str, float], evaluated: bool) -> None:
-        facts = {node.name: node.facts for node in self._here}
-        rows = []
-        for name, row in sorted(self._rows.items()):
-            kept = {k: v for k, v in row.items() if k not in ("folded", "reason")}
-            rows.append({"round": server_round, "node": name, "model": facts.get(name, {}).get("model", ""), **kept})
-            self.journal.node(rows[-1])
-        summary: dict[str, Any] = {
-            "round": server_round,
-            "seconds": seconds,
-            "sampled": len(self._sampled),
-            "replied": self._folded(),
-            "bytes_down": sum(int(r.get("bytes_down", 0)) for r in rows),
-            "bytes_up": sum(int(r.get("bytes_up", 0)) for r in rows),
-            "method": method,
-        }
-        if evaluated:
-            summary |= {"personalized": personalized(rows), "shared": self.evaluate_shared()}
-        self.journal.round(summary)
-
-
-def _measured(report: dict[str, Scalar]) -> dict[str, Any]:
-    return {k: v for k, v in report.items() if k not in ("node_name", "has_state") and isinstance(v, (int, float))}
+        return self.evaluate_shared()

@@ -97,11 +97,14 @@ def decode(content: RecordDict, suffix: str = "") -> Tensors:
         raise ValueError("the message carries no tensors: the sender runs another version of this app")
     tensors: Tensors = dict(record.to_torch_state_dict())
     for name, pair in restore.items():
-        sent, wire = str(pair).split(":")
+        sent, _, wire = str(pair).partition(":")
+        dtype = getattr(torch, sent, None)
+        if name not in tensors or not isinstance(dtype, torch.dtype):
+            raise ValueError(f"the message restores {name} to {sent}, which it cannot")
         value = tensors[name]
         if wire == "bfloat16":
             value = value.view(torch.bfloat16)
-        tensors[name] = value.to(getattr(torch, sent))
+        tensors[name] = value.to(dtype)
     return tensors
 
 

@@ -105,7 +105,7 @@ class Strategy(HeteroStrategy):
                 try:
                     self._uploads[node.name] = unpack(update.tensors, coming, sender=node.name)
                 except ValueError as error:
-                    self._fail(server_round, node.name, "exchange", str(error))
+                    self._ledger.fail(server_round, node.name, "exchange", str(error))
 
     def end_round(self) -> dict[str, float]:
         self._payloads, self._plain = {}, _NOTHING  # evaluation and export need none
