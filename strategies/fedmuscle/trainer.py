@@ -46,6 +46,7 @@ class NodeTrainer(local.NodeTrainer):
         if self.config.prefixes and not isinstance(self.model.head, nn.Linear):
             raise ValueError(f"fedmuscle.prefixes cuts a Linear head, model {context.profile.model!r} ends in {type(self.model.head)}")
         named = [*self.model.extractor.named_parameters(prefix="extractor"), *self.projector.named_parameters(prefix="projector")]
+        named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.adam = Adam(named, rate=self.config.contrastive_rate, weight_decay=context.settings.train.weight_decay)
         self._public: PublicSet | None = None
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from flwr.app import RecordDict
 
+from strategies.fleet import FleetError
 from strategies.messages import decode, decode_parts, encode
 from tests.fedmuscle.muscle_fixture import STEPS, muscle, states
 from tests.fleet_fixture import grid, rows, run
@@ -146,6 +147,20 @@ def test_a_node_with_another_public_set_is_excluded_by_name(tmp_path):
     assert {node for kind, node, _ in the_grid.sent if kind != "query.describe"} == {1001, 1002, 1003}
 
 
+def test_too_few_nodes_with_one_public_set_end_the_run_with_the_reason(tmp_path):
+    settings = muscle(tmp_path, num_rounds=2)
+    the_grid = grid(settings, 2)
+
+    def own(kind, node, content):
+        if kind == "query.describe":
+            content["report"]["public_manifest"] = str(node) * 16
+        return content
+
+    the_grid.tamper = own
+    with pytest.raises(FleetError, match=r"1 usable nodes of 2 simulated, fleet.min-nodes = 2 are needed\n- its public set .*10011001"):
+        run(settings, tmp_path / "out", the_grid)
+
+
 def test_a_node_without_the_public_set_is_excluded_by_name(tmp_path, monkeypatch):
     import strategies.fedmuscle.trainer as half
     from tasks import DataError
@@ -167,8 +182,6 @@ def test_a_node_without_the_public_set_is_excluded_by_name(tmp_path, monkeypatch
 
 
 def test_a_public_set_smaller_than_a_batch_is_named_before_round_one(tmp_path):
-    from strategies.fleet import FleetError
-
     with pytest.raises(FleetError, match=r"partition-0: the public set .* has 40 items, fedmuscle.public-batch = 41"):
         run(muscle(tmp_path, fedmuscle__public_batch=41), tmp_path / "out")
 
