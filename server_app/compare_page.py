@@ -142,7 +142,7 @@ def _settings_section(result: Row) -> str:
 
 def _colors(rows: Sequence[Row]) -> list[str]:
     own = iter((TOGETHER, *MORE) * len(rows))
-    plain = dict(zip(BASELINES, (ALONE, "#6b7580", INK), strict=True))
+    plain = dict(zip(BASELINES, (ALONE, "#7c8792", "#5c6873"), strict=True))
     return [plain.get(row["case"]) or next(own) for row in rows]
 
 

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,6 +69,8 @@ def run_jobs(jobs: list[Job], out_dir: Path, workers: int, on_progress: Callable
     On any exception (Ctrl-C) every process it started is ended before it goes on.
     """
     waiting = [job for job in jobs if job_record(out_dir / job.folder).get("state") != "done"]
+    if waiting:
+        _start_server()
     pool = _Pool(waiting, out_dir, max(1, min(workers, len(waiting))), Progress(len(jobs), skipped=len(jobs) - len(waiting)))
     try:
         while pool.step():
@@ -86,8 +89,7 @@ class _Pool:
         self.waiting, self.out_dir, self.workers, self.progress = list(waiting), out_dir, workers, progress
         self.running: dict[str, tuple[Job, BaseProcess, float, int]] = {}
         self.pace: dict[str, float] = {}  # strategy -> seconds a round
-        self.context = multiprocessing.get_context("forkserver")  # forked from a process that has the imports and no threads
-        self.context.set_forkserver_preload(["server_app.app", "server_app.inprocess", "heterofleet_app", "client_app.app"])
+        self.context = multiprocessing.get_context("forkserver")
 
     def step(self) -> bool:
         """Start what there is room for, wait a little, take what has ended; return whether anything is left."""
@@ -114,8 +116,7 @@ class _Pool:
         folder.mkdir(parents=True, exist_ok=True)
         first = int(read_status(folder).get("round") or 0) if (folder / "run.json").exists() else 0
         process = self.context.Process(target=_child, args=(job, folder), daemon=True, name=job.folder)
-        with _one_thread():
-            process.start()
+        process.start()
         self.running[job.folder] = (job, process, time.monotonic(), first)
         self.progress.running[job.folder] = {}
 
@@ -152,10 +153,24 @@ class _Pool:
                 process.join()
 
 
+def _start_server() -> None:
+    """Start the process from which jobs are forked: it has the imports, one thread, and no ear for a terminal's Ctrl-C."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["server_app.app", "server_app.inprocess", "heterofleet_app", "client_app.app"]
+    )
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
+    try:
+        with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", FLWR_TELEMETRY_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1"):
+            forkserver.ensure_running()
+    finally:
+        if main:
+            signal.signal(signal.SIGINT, before)
+
+
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let processes started inside use one thread for each kind of arithmetic, and no network of their own accord."""
-    wanted = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+def _environment(**wanted: str) -> Iterator[None]:
+    """Set these variables for what is started inside."""
     before = {key: os.environ.get(key) for key in wanted}
     os.environ.update(wanted)
     try:
@@ -170,7 +185,7 @@ def _one_thread() -> Iterator[None]:
 
 def _child(job: Job, folder: Path) -> None:
     """Run a job in a process of its own; ends with the parent, and on SIGTERM in order."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all processes; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all processes: the parent decides
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if (parent := multiprocessing.parent_process()) is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
