@@ -22,7 +22,10 @@ def generator(*parts: object) -> torch.Generator:
 
 @contextmanager
 def seeded(*parts: object) -> Iterator[None]:
-    """Seed torch's global generator inside the block (layers draw their start from it) and restore it after."""
+    """Seed torch's global generators inside the block (layers draw their start from them); the CPU's is restored after."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(*parts))
+        seed = derive_seed(*parts)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed also notes a stack trace for each kind of device not yet in use
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
         yield
