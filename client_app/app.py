@@ -193,7 +193,7 @@ def _use_cuda(profile: NodeProfile) -> bool:
     return profile.device != "cpu" and torch.cuda.is_available()
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _load(profile: NodeProfile, data_key: str) -> Task:
     return tasks.load(profile, Settings.model_validate_json(data_key))
 
