@@ -168,8 +168,9 @@ class Merger:
 
     def _mean(self, name: str, running: _Sum, previous: torch.Tensor) -> torch.Tensor:
         total = running.total.to(torch.float64).div_(_UNIT)
+        running.total = total.new_empty(0)
         if self._keep and running.thin:
-            total += self._unseen(name, running, previous).reshape(total.shape).mul_(self._keep)
+            self._add_unseen(total, name, running, previous)
         shape = tuple(previous.shape)
         value = roll(total, shape) if len(shape) == 4 else total
         weight = math.fsum(sorted(running.weights))
@@ -178,14 +179,15 @@ class Merger:
         weights = running.partial.to(torch.float64).div_(_UNIT).add_(weight)
         return torch.where(weights > 0, value / weights, previous.to(torch.float64)).to(previous.dtype)
 
-    def _unseen(self, name: str, running: _Sum, previous: torch.Tensor) -> torch.Tensor:
-        """Return sum_p w_p (W - trunc_{r_p}(W)) in float64, by one product: direction i was seen by the ranks beyond i."""
+    def _add_unseen(self, total: torch.Tensor, name: str, running: _Sum, previous: torch.Tensor) -> None:
+        """Add keep * sum_p w_p (W - trunc_{r_p}(W)) to `total` (float64), by one product: direction i was seen by the ranks beyond i."""
         ut, vt = (x.to(torch.float64) for x in self._sent[name].prefix(max(rank for rank, _ in running.thin)))
         seen = [math.fsum(sorted(w for rank, w in running.thin if rank > i)) for i in range(len(ut))]
-        held = product(ut * torch.tensor(seen, dtype=torch.float64).unsqueeze(1), vt, running.groups)
+        scale = torch.tensor(seen, dtype=torch.float64).mul_(-self._keep).unsqueeze(1)
+        total += product(ut * scale, vt, running.groups).reshape(total.shape)
         whole = math.fsum(sorted(w for _, w in running.thin))
         matrix = previous.transpose(1, 2) if previous.dim() == 4 else previous
-        return matrix.to(torch.float64).mul(whole).reshape(held.shape) - held
+        total.add_(matrix, alpha=whole * self._keep)
 
 
 def _order(shape: torch.Size) -> torch.Size:

@@ -144,8 +144,9 @@ class Strategy(AveragingStrategy):
             mean = sum(count for _, count in self._counted) / len(self._counted)
             self._merger.fold(own, Tier(1.0, []).plan(self.model, self.theta), self._own_alpha * mean)
         merged = self._merger.result()
-        old, self.theta = self.theta, merged.state
-        moved = sum(float((self.theta[n].double() - t.double()).square().sum()) for n, t in old.items() if t.is_floating_point())
+        del self._merger  # it holds the old model
+        moved = sum(float((merged.state[n].double() - t.double()).square().sum()) for n, t in self.theta.items() if t.is_floating_point())
+        self.theta, self._payloads = merged.state, {}
         started = time.perf_counter()
         self._decompose(merged.stacks)
         return {"shared_change": moved**0.5, "seconds_decompose": time.perf_counter() - started, **self._rank_numbers()}
