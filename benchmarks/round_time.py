@@ -133,7 +133,8 @@ def main() -> None:
     parser.add_argument("--only", choices=("cpu", "wall"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    run_config = {**read_defaults(), **CHOSEN, "data.source": str(Path(options.data).resolve()) if Path(options.data).exists() else options.data}
+    source = str(Path(options.data).resolve()) if Path(options.data).exists() else options.data
+    run_config = {**read_defaults(), **CHOSEN, "data.source": source}
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     if options.only != "wall":
         cpu_part(run_config, options.rounds)

@@ -208,7 +208,7 @@ def _common_shape(splits: dict[str, RawSplit], name: str, wanted: tuple[int, int
     train = splits["train"].inputs
     if not isinstance(train, Pictures):
         if any(wanted):
-            raise DataError(f"{name} gives arrays of shape {train.shape[1:]}; data.image-size and data.image-channels are for picture files")
+            raise DataError(f"{name} gives arrays of shape {train.shape[1:]}; data.image-size and -channels are for picture files")
         for split, part in splits.items():
             if isinstance(part.inputs, Pictures) or part.inputs.shape[1:] != train.shape[1:]:
                 found = "pictures" if isinstance(part.inputs, Pictures) else part.inputs.shape[1:]
