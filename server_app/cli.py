@@ -378,6 +378,31 @@ def doctor(config: Overrides = None, input_shape: Shape = "", classes: Classes =
     _print_findings({finding.name: (finding.value, finding.advice) for finding in findings})
 
 
+@app.command()
+def certs(
+    folder: Annotated[Path, typer.Option("--out", help="Folder to make; with --renew, the one to renew in.")],
+    host: Annotated[list[str] | None, typer.Option(help="DNS name by which nodes reach the server; repeat it for more.")] = None,
+    ip: Annotated[list[str] | None, typer.Option(help="Address by which nodes reach it; repeat it for more.")] = None,
+    nodes: Annotated[int, typer.Option("--nodes", "-n", min=1, help="Nodes to make keys for.")] = 3,
+    days: Annotated[int, typer.Option(min=1, help="Validity of the server's certificate.")] = 365,
+    renew: Annotated[bool, typer.Option("--renew", help="Only a new server certificate, for the names of the old one by default.")] = False,
+) -> None:
+    """Make what a fleet on real machines authenticates itself with, and print the commands to type next."""
+    with _explained():
+        from server_app import certs as made
+
+        folder = folder.expanduser()
+        if renew:
+            server = made.renew(folder, host or [], ip or [], days=days)
+        else:
+            server = made.create(folder, host or [], ip or [], nodes=nodes, days=days)
+    out.print(f"{_literal(str(server.path))}: for {', '.join(server.names)}; until {server.until:%Y-%m-%d}", soft_wrap=True)
+    if renew:
+        out.print("Start the SuperLink again with it; nodes need nothing new.", soft_wrap=True)
+    else:
+        out.print(f"\n{_literal(made.next_steps(folder, server))}", soft_wrap=True)
+
+
 def _print_findings(findings: Mapping[str, tuple[str, str]]) -> None:
     for name, (value, advice) in findings.items():
         out.print(f"[bold]{name:<14}[/bold] {_literal(value)}", soft_wrap=True)
