@@ -52,7 +52,7 @@ def config(tmp_path: Path, **changes: Any) -> dict[str, Any]:
         "data.shared-test": 0,
         "fleet.models": "mlp",
         "fleet.join-timeout": 5.0,
-        "fleet.round-timeout": 20.0,
+        "fleet.round-timeout": 300.0,
         "fedavg.model": "mlp",
         "fedmrl.small-model": "mlp",
         "fedmrl.shared-dim": 8,
