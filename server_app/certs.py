@@ -59,30 +59,17 @@ def create(out: Path, hosts: Sequence[str] = (), addresses: Sequence[str] = (), 
         days: validity of the server's certificate; the CA's is ten years.
 
     Raises:
-        CertsError: `out` holds something, or a name, an address, or a number is wrong.
+        CertsError: `out` holds something or cannot be written, or a name, an address, or a number is wrong.
     """
     san = _alternative_names(hosts, addresses)
     if nodes < 1 or not 1 <= days <= CA_DAYS:
         raise CertsError(f"--nodes {nodes} --days {days}: type at least one node and 1 to {CA_DAYS} days")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CertsError(f"{out} exists and is not replaced; name another --out, or type --renew for a new server certificate")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))  # mode 0700
     try:
-        ca_key, server_key = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
-        ca = _root(ca_key)
-        server = _signed(ca, ca_key, server_key.public_key(), san, days)
-        _write(draft / "ca.key", _pem(ca_key), 0o600)
-        _write(draft / "ca.crt", ca.public_bytes(Encoding.PEM), 0o644)
-        _write(draft / "server.key", _pem(server_key), 0o600)
-        _write(draft / "server.pem", server.public_bytes(Encoding.PEM), 0o644)
-        _write(draft / "superexec.secret", secrets.token_bytes(32), 0o600)
-        for number in range(1, nodes + 1):
-            _node(draft / f"node-{number}", ca)
-        draft.rename(out)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+        server = _made(out.resolve(), san, nodes, days)
+    except OSError as error:
+        raise CertsError(f"cannot make {out}: {error}") from None
     return _described(out / "server.pem", server)
 
 
@@ -123,8 +110,12 @@ def renew(out: Path, hosts: Sequence[str] = (), addresses: Sequence[str] = (), *
         san = old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     server = _signed(ca, ca_key, server_key, san, days)
     draft = out / f".server-{secrets.token_hex(4)}.pem"
-    _write(draft, server.public_bytes(Encoding.PEM), 0o644)
-    draft.replace(out / "server.pem")
+    try:
+        _write(draft, server.public_bytes(Encoding.PEM), 0o644)
+        draft.replace(out / "server.pem")
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise CertsError(f"cannot renew in {out}: {error}") from None
     return _described(out / "server.pem", server)
 
 
@@ -159,6 +150,27 @@ With docker compose, whose containers run as user {CONTAINER_UID}, skip 1 and 3;
   sudo chown {CONTAINER_UID} {" ".join(map(_quoted, kept))}
 
 ca.key signs certificates that all nodes trust: keep it off the server and the nodes."""
+
+
+def _made(out: Path, san: x509.SubjectAlternativeName, nodes: int, days: int) -> x509.Certificate:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))  # mode 0700
+    try:
+        ca_key, server_key = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+        ca = _root(ca_key)
+        server = _signed(ca, ca_key, server_key.public_key(), san, days)
+        _write(draft / "ca.key", _pem(ca_key), 0o600)
+        _write(draft / "ca.crt", ca.public_bytes(Encoding.PEM), 0o644)
+        _write(draft / "server.key", _pem(server_key), 0o600)
+        _write(draft / "server.pem", server.public_bytes(Encoding.PEM), 0o644)
+        _write(draft / "superexec.secret", secrets.token_bytes(32), 0o600)
+        for number in range(1, nodes + 1):
+            _node(draft / f"node-{number}", ca)
+        draft.rename(out)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return server
 
 
 def _alternative_names(hosts: Sequence[str], addresses: Sequence[str]) -> x509.SubjectAlternativeName:

@@ -105,7 +105,7 @@ def test_nothing_is_overwritten(fleet):
 
 def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("server_app.certs._node", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(CertsError, match="disk full"):
         create(tmp_path / "certs", nodes=1)
     assert list(tmp_path.iterdir()) == []
 
