@@ -29,30 +29,18 @@ def _bind(client_app: ClientApp, server_app: ServerApp, app_dir: str) -> None:
             importlib.invalidate_caches()
         return importlib.import_module(module)
 
-    @client_app.query("describe")
-    def describe(message, context):
-        node = own("client_app.app")
-        return node.run(node.describe, message, context)
+    def handler(action: str):
+        def handle(message, context):
+            node = own("client_app.app")
+            return node.run(getattr(node, action), message, context)
 
-    @client_app.train()
-    def train(message, context):
-        node = own("client_app.app")
-        return node.run(node.train, message, context)
+        return handle
 
-    @client_app.train("exchange")
-    def exchange(message, context):
-        node = own("client_app.app")
-        return node.run(node.exchange, message, context)
-
-    @client_app.evaluate()
-    def evaluate(message, context):
-        node = own("client_app.app")
-        return node.run(node.evaluate_own, message, context)
-
-    @client_app.query("export")
-    def export(message, context):
-        node = own("client_app.app")
-        return node.run(node.export, message, context)
+    client_app.query("describe")(handler("describe"))
+    client_app.query("export")(handler("export"))
+    client_app.train()(handler("train"))
+    client_app.train("exchange")(handler("exchange"))
+    client_app.evaluate()(handler("evaluate_own"))
 
     @server_app.main()
     def main(grid, context):
