@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 
 import models
 import tasks
@@ -24,7 +25,7 @@ class AveragingStrategy(HeteroStrategy):
         """Return the shared model; its tensors are what travels."""
 
     def prepare(self, nodes: list[Node]) -> None:
-        shape, outputs = one_task(nodes)
+        shape, outputs = self.one_task(nodes)
         if hasattr(self, "theta"):
             return
         with seeded(self.settings.seed, "shared"):
@@ -85,20 +86,37 @@ class AveragingStrategy(HeteroStrategy):
             )
         self.theta = dict(state)
 
+    def one_task(self, nodes: list[Node]) -> tuple[tuple[int, ...], int]:
+        """Return the input shape and the number of classes that the shared model is for; other nodes are excluded by name.
 
-def one_task(nodes: list[Node]) -> tuple[tuple[int, ...], int]:
-    """Return the input shape and the number of classes that all nodes have; what is shared has one head.
+        What is shared has one head, so all need one input shape and the same classes: those of the first round's most
+        nodes (of the first by name where two are equally many), and the same from then on.
+        """
+        kinds = {
+            node.name: (str(node.facts["input_shape"]), int(node.facts["num_outputs"]), str(node.facts["class_names"])) for node in nodes
+        }
+        if self._kind is None:
+            counts = Counter(kinds.values())
+            self._kind = min(kinds.items(), key=lambda item: (-counts[item[1]], item[0]))[1]
+        shape, outputs, names = self._kind
+        for node in nodes:
+            if not self.fits(node):
+                own_shape, own_outputs, own_names = _kind_of(node)
+                self.exclude(
+                    node,
+                    f"node {node.name!r} has input {own_shape} and {own_outputs} classes ({own_names[:120] or 'no names'}), the federation "
+                    f"learns input {shape} and {outputs} classes ({names[:120] or 'no names'}): they share one model and need the same; "
+                    "see data.num-classes, data.image-size and data.image-channels",
+                )
+        return tuple(int(part) for part in shape.split(",")), outputs
 
-    Raises:
-        FleetError: they differ in them, or in the names of their classes.
-    """
-    kinds: dict[tuple[str, int, str], str] = {}
-    for node in sorted(nodes, key=lambda n: n.name, reverse=True):
-        kinds[str(node.facts["input_shape"]), int(node.facts["num_outputs"]), str(node.facts["class_names"])] = node.name
-    if len(kinds) > 1:
-        shown = "; ".join(
-            f"{name}: input {shape}, {outputs} classes ({names[:80] or 'no names'})" for (shape, outputs, names), name in kinds.items()
-        )
-        raise FleetError(f"the nodes share a model and need one input shape and the same classes, but {shown}; see data.num-classes")
-    shape, outputs, _ = next(iter(kinds))
-    return tuple(int(part) for part in shape.split(",")), outputs
+    def fits(self, node: Node) -> bool:
+        """Return whether `node` learns what the shared model is for."""
+        return _kind_of(node) == self._kind
+
+    _kind: tuple[str, int, str] | None = None
+
+
+def _kind_of(node: Node) -> tuple[str, int, str]:
+    """Return input shape, number of classes and their names as the node described them."""
+    return str(node.facts["input_shape"]), int(node.facts["num_outputs"]), str(node.facts["class_names"])

@@ -428,3 +428,33 @@ def test_a_real_node_keeps_its_own_data_whatever_the_fleet_table_says(tmp_path):
 def test_settings_of_fedmuscle_that_would_fail_in_mid_run_are_refused_before_it(changes, words):
     with pytest.raises(SettingsError, match=words):
         strategies.settings_of({**defaults(), "strategy": "fedmuscle", **{f"fedmuscle.{k}": v for k, v in changes.items()}})
+
+
+def test_a_late_node_with_other_classes_is_named_and_the_others_go_on(tmp_path):
+    settings = config(tmp_path, num_rounds=3)
+    the_grid = grid(settings, 2)
+    for index, context in enumerate(the_grid.contexts.values()):
+        context.node_config["name"] = f"real-{index}"
+    pictures(tmp_path / "odd", 20, classes=2)
+
+    def join(kind, node, content):
+        if kind == "evaluate" and len(the_grid.contexts) == 2:
+            the_grid.join({"name": "odd", "data": str(tmp_path / "odd"), "model": "mlp", "state-dir": str(tmp_path / "s")})
+        return content
+
+    the_grid.tamper = join
+    run(settings, tmp_path / "out", the_grid)
+    assert [r["sampled"] for r in rows(tmp_path / "out", "round")] == [2, 2, 2]
+    (reason,) = [f["reason"] for f in rows(tmp_path / "out", "failure")]
+    assert "node 'odd' has input 1,8,8 and 2 classes (class-0,class-1)" in reason
+    assert "data.num-classes" in reason
+
+
+def test_nodes_of_which_no_two_learn_the_same_end_the_run_with_the_reason(tmp_path):
+    settings = config(tmp_path, fleet__join_timeout=0.2)
+    the_grid = grid(settings, 0)
+    for index, classes in enumerate((2, 3)):
+        pictures(tmp_path / f"own-{index}", 20, classes=classes)
+        the_grid.join({"name": f"n{index}", "data": str(tmp_path / f"own-{index}"), "model": "mlp", "state-dir": str(tmp_path / "s")})
+    with pytest.raises(FleetError, match=r"1 usable nodes.*\n- node 'n1' has input 1,8,8 and 3 classes"):
+        run(settings, tmp_path / "out", the_grid)

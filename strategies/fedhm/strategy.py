@@ -17,7 +17,7 @@ import models
 from client_app.protocol import Order
 from client_app.training import channels_last, evaluate
 from server_app.settings import Section, Settings
-from strategies.averaging import AveragingStrategy, one_task
+from strategies.averaging import AveragingStrategy
 from strategies.engine import Journal
 from strategies.fedhm.config import Config
 from strategies.fedhm.decompose import Factors
@@ -70,7 +70,7 @@ class Strategy(AveragingStrategy):
     def prepare(self, nodes: list[Node]) -> None:
         """Build the full model once, leave out nodes whose ranks differ from the server's, decompose for new ranks."""
         self.build_for(nodes)
-        for node in list(nodes):
+        for node in filter(self.fits, list(nodes)):
             tier = self.tier(float(node.facts["rank_ratio"]))
             if node.facts.get("ranks") == tier.table:
                 self.ratios.add(tier.ratio)
@@ -87,7 +87,7 @@ class Strategy(AveragingStrategy):
 
     def build_for(self, nodes: list[Node]) -> None:
         """Build the full model for what `nodes` learn, or take it from the checkpoint, once."""
-        shape, outputs = one_task(nodes)
+        shape, outputs = self.one_task(nodes)
         if not hasattr(self, "theta"):
             with seeded(self.settings.seed, "shared"):
                 self.model = self.build(shape, outputs)
