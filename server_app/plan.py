@@ -41,6 +41,8 @@ def plan(
     extra: dict[str, Scalar] = {key: value for key, value in options.items() if value is not None}
     checked = merged(config, {**extra, "out-dir": str(folder)}, base)
     count = nodes or int(before.get("nodes", 10))
+    if count != int(before.get("nodes", count)):
+        raise SettingsError(f"--nodes {count}, but the run had {before['nodes']}: another number splits the data anew; leave --nodes out")
     _check_resources(checked, count, cpus, gpus, workers)
     return Launch(out_dir=folder, run_config=checked.flat, nodes=count, cpus=cpus, gpus=gpus, workers=workers)
 
