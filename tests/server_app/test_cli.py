@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import strategies
-from server_app import cli, doctor, launch, show
+from server_app import cli, cli_common, doctor, launch, show
 from server_app.launch import Launch, LaunchError
 from server_app.overrides import merged, parse_override, read_comments, read_defaults
 from server_app.progress import text_of
@@ -148,7 +148,7 @@ def test_resume_takes_settings_and_nodes_of_the_earlier_run(launched: list[Launc
     [
         (LaunchError("round 2: no node [a] replied"), 1, "round 2: no node [a] replied"),
         (KeyboardInterrupt(), 130, "--resume"),
-        (cli._Stopped(15), 143, "--resume"),
+        (cli_common.Stopped(15), 143, "--resume"),
     ],
 )
 def test_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, message: str) -> None:
