@@ -12,13 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.serde import fab_to_proto, user_config_to_proto
-from flwr.proto.control_pb2 import ListRunsRequest, StartRunRequest, StreamLogsRequest
+from flwr.proto.control_pb2 import (
+    ListNodesRequest,
+    ListRunsRequest,
+    RegisterNodeRequest,
+    StartRunRequest,
+    StopRunRequest,
+    StreamLogsRequest,
+)
 from flwr.proto.federation_config_pb2 import SimulationConfig
+from flwr.supercore.constant import NodeStatus
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.fab import Fab
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 Scalar = int | float | str | bool
 
@@ -31,21 +42,24 @@ class RunState:
         status: "pending", "starting", "running" or "finished".
         result: "completed", "failed" or "stopped" once finished, else empty.
         details: Flower's reason, or empty.
+        bytes_sent, bytes_recv: from the SuperLink to its nodes and back, as `flwr ls` shows them; 0 in simulation.
     """
 
     status: str
     result: str
     details: str
+    bytes_sent: int = 0
+    bytes_recv: int = 0
 
 
 class Control:
-    """One client of the SuperLink at `address` (host:port, no TLS). Close it after use."""
+    """One client of the SuperLink at `address` (host:port); over TLS where its CA's file is given. Close it after use."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, ca: Path | None = None) -> None:
         self._client = ControlHttpClient.from_server_address(
             server_address=address,
-            insecure=True,
-            root_certificates=None,
+            insecure=ca is None,
+            root_certificates=ca.read_bytes() if ca else None,
             interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
         )
 
@@ -73,8 +87,32 @@ class Control:
 
     def state(self, run_id: int) -> RunState:
         """Return how the run is now."""
-        status = self._client.ListRuns(ListRunsRequest(run_id=run_id)).run_dict[run_id].status
-        return RunState(status.status, status.sub_status, status.details)
+        run = self._client.ListRuns(ListRunsRequest(run_id=run_id)).run_dict[run_id]
+        status = run.status
+        return RunState(status.status, status.sub_status, status.details, run.bytes_sent, run.bytes_recv)
+
+    def register(self, public_key: Path, name: str) -> int:
+        """Let the node that holds the key of this OpenSSH public key file in, and return its id.
+
+        Raises:
+            RuntimeError: the SuperLink did not take it.
+        """
+        key = load_ssh_public_key(public_key.read_bytes())
+        if not isinstance(key, EllipticCurvePublicKey):
+            raise RuntimeError(f"{public_key} holds no elliptic-curve key; make one with `heterofleet certs`")
+        response = self._client.RegisterNode(RegisterNodeRequest(public_key=public_key_to_bytes(key), name=name))
+        if not response.node_id:
+            raise RuntimeError(f"the SuperLink did not register {public_key}")
+        return int(response.node_id)
+
+    def online(self) -> set[str]:
+        """Return the names under which nodes that are connected now were registered; of unregistered ones their ids."""
+        found = self._client.ListNodes(ListNodesRequest()).nodes_info
+        return {info.name or str(info.node_id) for info in found if info.status == NodeStatus.ONLINE}
+
+    def stop(self, run_id: int) -> None:
+        """Ask Flower to stop the run."""
+        self._client.StopRun(StopRunRequest(run_id=run_id))
 
     def log(self, run_id: int) -> Iterator[str]:
         """Yield pieces of the run's log as they come, until the run ends."""

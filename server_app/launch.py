@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from server_app.link import LaunchError, Link, healthy, private_superlink
+from server_app.link import LaunchError, Served, healthy, last_error, private_superlink
 from server_app.overrides import APP_DIR, Scalar
 
 if TYPE_CHECKING:
-    from server_app.control import Control
+    from server_app.control import Control, RunState
 
 LOG_NAME = "flower.log"
 # Seconds that Flower may take to end a run after the app has: Ray needs some to stop, a failed run need not wait.
@@ -35,7 +34,7 @@ class Launch:
     Attributes:
         out_dir: absolute; made if missing. The app writes `status.json` there, the launcher `launch.json` and `flower.log`.
         run_config: overrides of the app's run config; `out-dir` is set to `out_dir`.
-        nodes: simulated nodes.
+        nodes: simulated nodes; 0 where the nodes are real.
         cpus: CPUs of one node at work.
         gpus: share of a GPU of one node at work; 0 hides the GPUs from it.
         workers: CPUs handed to Ray; `workers // cpus` nodes work at once.
@@ -68,14 +67,20 @@ def simulate(launch: Launch, on_status: Callable[[dict[str, Any]], None] = lambd
     (launch.out_dir / "status.json").unlink(missing_ok=True)
     wanted = {"nodes": launch.nodes, "cpus": launch.cpus, "gpus": launch.gpus, "workers": launch.workers}
     (launch.out_dir / "launch.json").write_text(json.dumps(wanted), encoding="utf-8")
+    with closing_status(launch.out_dir), private_superlink(launch.app_dir) as link:
+        return Follower(launch, link, on_status).follow()
+
+
+@contextlib.contextmanager
+def closing_status(out_dir: Path) -> Iterator[None]:
+    """Let `status.json` say so when the run inside fails or is interrupted."""
     try:
-        with private_superlink(launch.app_dir) as link:
-            return _Follower(launch, link, on_status).follow()
+        yield
     except KeyboardInterrupt:
-        _close_status(launch.out_dir, "stopped by the user")
+        _close_status(out_dir, "stopped by the user")
         raise
     except LaunchError as error:
-        _close_status(launch.out_dir, str(error))
+        _close_status(out_dir, str(error))
         raise
 
 
@@ -98,10 +103,12 @@ def _close_status(out_dir: Path, reason: str) -> None:
     temporary.replace(out_dir / "status.json")
 
 
-class _Follower:
-    """Submits the run and follows it: `status.json` often, Flower's own state once a second."""
+class Follower:
+    """Submits the run and follows it: `status.json` often, Flower's own state once a second; `state` is its last one."""
 
-    def __init__(self, launch: Launch, link: Link, on_status: Callable[[dict[str, Any]], None]) -> None:
+    state: RunState
+
+    def __init__(self, launch: Launch, link: Served, on_status: Callable[[dict[str, Any]], None]) -> None:
         self.launch, self.link, self.on_status = launch, link, on_status
         self.stamp: tuple[int, int] | None = None
         self.status: dict[str, Any] = {}
@@ -111,7 +118,7 @@ class _Follower:
         from server_app.control import Control  # a second of imports, while the SuperLink starts
 
         self._wait_until_healthy()
-        control = Control(f"127.0.0.1:{self.link.port}")
+        control = Control(f"127.0.0.1:{self.link.port}", self.link.ca)
         try:
             try:
                 run_id = control.start(self.launch.app_dir, self._run_config(), self._federation())
@@ -129,6 +136,8 @@ class _Follower:
 
     def _federation(self) -> dict[str, int | float]:
         launch = self.launch
+        if not launch.nodes:
+            return {}
         return {
             "num_supernodes": launch.nodes,
             "client_resources_num_cpus": launch.cpus,
@@ -138,15 +147,11 @@ class _Follower:
 
     def _wait_until_healthy(self) -> None:
         deadline = time.monotonic() + self.launch.start_timeout
-        while not healthy(self.link.port):
-            self._check_alive()
+        while not healthy(self.link.port, self.link.ca):
+            self.link.check()
             if time.monotonic() > deadline:
                 raise LaunchError(f"Flower's SuperLink did not answer within {self.launch.start_timeout:.0f} s")
             time.sleep(0.1)
-
-    def _check_alive(self) -> None:
-        if (code := self.link.process.poll()) is not None:
-            raise LaunchError(f"Flower's SuperLink ended with code {code}: {_last_error(self.link.log)}")
 
     def _wait_until_finished(self, control: Control, run_id: int, writer: threading.Thread) -> None:
         """Return once Flower and the app both say that the run completed; raise LaunchError with the reason otherwise."""
@@ -158,8 +163,8 @@ class _Follower:
                 ended = now
             if now - asked >= (0.2 if ended else 1.0):
                 asked = now
-                self._check_alive()
-                state = control.state(run_id)
+                self.link.check()
+                self.state = state = control.state(run_id)
                 if state.status == "finished":
                     break
                 if state.status in ("pending", "starting") and now - started > self.launch.start_timeout:
@@ -200,19 +205,8 @@ class _Follower:
             return _one_line(str(status["reason"]))
         if result == "completed":
             return f"the app ended without saying that it completed; see {self._log}"
-        found = _last_error(self._log)
+        found = last_error(self._log)
         return _one_line(found or details or f"Flower says {result!r} without a reason") + f" (more in {self._log})"
-
-
-def _last_error(log: Path) -> str:
-    """Return the last line of a log that reads like an exception, else its last line, else an empty string."""
-    try:
-        text = log.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
-    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b.*:", line)]
-    return (errors or lines or [""])[-1]
 
 
 def _one_line(text: str) -> str:

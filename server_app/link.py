@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import sysconfig
@@ -18,25 +20,49 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from server_app import processes
 
 # Ray's socket paths are about 70 characters longer than its folder's; the system's limit is 107.
 _RAY_PATH_LIMIT = 36
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class LaunchError(RuntimeError):
     """The run did not complete; the message is the reason in one line."""
 
 
-def healthy(port: int) -> bool:
-    """Return whether a SuperLink answers on this port of this machine."""
+def healthy(port: int, ca: Path | None = None) -> bool:
+    """Return whether a SuperLink answers on this port of this machine; over HTTPS where its CA is given."""
     try:
-        with _OPENER.open(f"http://127.0.0.1:{port}/health", timeout=1.0) as answer:
+        secure = [urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=ca))] if ca else []
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *secure)
+        with opener.open(f"{'https' if ca else 'http'}://127.0.0.1:{port}/health", timeout=1.0) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False
+
+
+def last_error(log: Path) -> str:
+    """Return the last line of a log that reads like an exception, else its last line, else an empty string."""
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b.*:", line)]
+    return (errors or lines or [""])[-1]
+
+
+class Served(Protocol):
+    """A SuperLink to follow a run on: its port on this machine, and the CA to trust where it speaks TLS."""
+
+    @property
+    def port(self) -> int: ...
+    @property
+    def ca(self) -> Path | None: ...
+    def check(self) -> None:
+        """Raise LaunchError if something the run needs has ended."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +72,12 @@ class Link:
     process: subprocess.Popen[bytes]
     port: int
     log: Path
+    ca: Path | None = None
+
+    def check(self) -> None:
+        """Raise LaunchError, with the reason from its log, if the SuperLink has ended."""
+        if (code := self.process.poll()) is not None:
+            raise LaunchError(f"Flower's SuperLink ended with code {code}: {last_error(self.log)}")
 
 
 @contextlib.contextmanager
@@ -63,14 +95,14 @@ def private_superlink(app_dir: Path) -> Iterator[Link]:
     try:
         if "," in str(home):
             raise LaunchError(f"Flower cannot install an app under {home}: set TMPDIR to a folder without a comma in its path")
-        port, log = _free_port(), home / "superlink.log"
+        port, log = free_port(), home / "superlink.log"
         guard = [sys.executable, "-P", str(Path(processes.__file__)), str(os.getpid()), str(home)]
         flags = ["--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port), "--disable-runtime-dependency-installation"]
         with log.open("wb") as stream:
             process = subprocess.Popen(
                 guard + flags,
                 cwd=app_dir,
-                env=_environment(home, token),
+                env=environment(home, token),
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
@@ -101,13 +133,14 @@ def uninterrupted() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this machine that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _environment(home: Path, token: str) -> dict[str, str]:
+def environment(home: Path, token: str) -> dict[str, str]:
     """Return the environment of everything the launch starts."""
     env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}  # never join a cluster found by chance
     scripts = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]

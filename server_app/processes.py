@@ -5,7 +5,8 @@ children reaches them all once a parent has died; the environment is inherited b
 
 Run as a file, `python processes.py PARENT_PID FOLDER [flower-superlink options]`, this is a SuperLink that
 outlives neither its launcher nor its work: should the launcher be killed, it ends whatever carries its mark,
-removes FOLDER and itself.
+removes FOLDER and itself. `python processes.py PARENT_PID FOLDER watch TOKEN` does only the watching, for launches
+whose SuperLink may itself be killed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MARK = "HETEROFLEET_LAUNCH"
 
 
 def marked(token: str) -> list[int]:
-    """Return the ids of all live processes, but this one, whose environment holds MARK=token."""
+    """Return the ids of all live processes, but this one, whose environment holds a MARK that begins with `token`."""
     proc = Path("/proc")
     if proc.is_dir():
         return [int(path.name) for path in proc.iterdir() if path.name.isdigit() and _carries(path, token)]
@@ -34,7 +35,8 @@ def marked(token: str) -> list[int]:
 
 def _carries(path: Path, token: str) -> bool:
     try:
-        return int(path.name) != os.getpid() and f"{MARK}={token}".encode() in (path / "environ").read_bytes().split(b"\0")
+        entries = (path / "environ").read_bytes().split(b"\0")
+        return int(path.name) != os.getpid() and any(entry.startswith(f"{MARK}={token}".encode()) for entry in entries)
     except OSError:  # another user's process, or one that ended meanwhile
         return False
 
@@ -52,6 +54,14 @@ def end(token: str, patience: float = 4.0) -> None:
         if time.monotonic() > deadline + 5.0:
             return
         time.sleep(0.05)
+
+
+def kill(token: str) -> None:
+    """Kill every process marked with `token` at once, as a power cut would; return when none is left."""
+    while pids := marked(token):
+        for pid in pids:
+            _signal(pid, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
@@ -75,8 +85,11 @@ def end_with(parent_pid: int, token: str, folder: Path, interval: float = 0.5) -
 
 
 def main() -> None:
-    """Watch over the launch and become `flower-superlink`."""
+    """Watch over the launch, and become `flower-superlink` unless told only to watch."""
     parent_pid, folder = int(sys.argv.pop(1)), Path(sys.argv.pop(1))
+    if sys.argv[1:2] == ["watch"]:
+        end_with(parent_pid, sys.argv[2], folder)
+        signal.pause()
     end_with(parent_pid, os.environ[MARK], folder)
     from flwr.superlink.cli import flower_superlink
 

@@ -43,8 +43,8 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., L
         class Scripted:
             asked = 0
 
-            def __init__(self, address: str) -> None:
-                self.address = address
+            def __init__(self, address: str, ca: Path | None) -> None:
+                self.address, self.ca = address, ca
 
             def start(self, app_dir: Path, run_config: dict[str, Any], federation: dict[str, Any]) -> int:
                 assert run_config["out-dir"] == str(out_dir)
@@ -69,7 +69,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., L
 
         monkeypatch.setattr(control, "Control", Scripted)
         monkeypatch.setattr(launch, "private_superlink", private_superlink)
-        monkeypatch.setattr(launch, "healthy", lambda port: True)
+        monkeypatch.setattr(launch, "healthy", lambda port, ca: True)
         monkeypatch.setattr(launch, "_PATIENCE", {"completed": 0.3, "failed": 0.3})
         process.code = fields.pop("code", None)
         return Launch(out_dir=out_dir, run_config={}, **fields)
@@ -165,7 +165,7 @@ def test_environment_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setenv("HTTP_PROXY", "http://192.0.2.1:9")
     monkeypatch.setenv("NO_PROXY", "example.org")
-    env = link._environment(tmp_path, "token")
+    env = link.environment(tmp_path, "token")
     assert "RAY_ADDRESS" not in env
     assert env["FLWR_HOME"] == str(tmp_path / "flwr")
     assert env["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
