@@ -84,7 +84,7 @@ def describe(work: Work) -> RecordDict:
     """Say who this node is and what it has."""
     task, profile = work.task, work.profile
     facts: dict[str, Scalar] = {
-        "model": profile.model,
+        "model": work.trainer.model_name,
         "rank_ratio": profile.rank_ratio,
         "device": str(work.device),
         "simulated": profile.simulated,

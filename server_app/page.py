@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+import strategies
+from server_app.rundata import models_of
+
 if TYPE_CHECKING:
     from server_app.plots import Image
 
@@ -65,7 +68,7 @@ def percent(value: float | None) -> str:
 
 def points(value: float | None) -> str:
     """Return a difference of two accuracies in percentage points with its sign, a dash where one is missing."""
-    return "–" if value is None else f"{100 * value:+.1f}"
+    return "–" if value is None else f"{100 * value:+.1f}".replace("-0.0", "+0.0")
 
 
 def size(count: float) -> str:
@@ -84,6 +87,27 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def model_head(summary: Mapping[str, Any]) -> str:
+    """Return the head of a column of `models_of`."""
+    return "model" if all(models_of(row) == row["model"] for row in summary["nodes"]) else "model alone / together"
+
+
+def remarks(summary: Mapping[str, Any]) -> list[str]:
+    """Return what must be known to read the table of nodes."""
+    found, totals = [], summary["totals"]
+    if model_head(summary) != "model":
+        found.append("Nodes use another model together than alone: the gain is that of the other model and of joining.")
+    if out := totals["nodes"] - totals["compared"]:
+        found.append(f"The means are over {totals['compared']} nodes; {_left_out(out)} no result both alone and together.")
+    if not summary["nodes"] and summary["settings"].get("data.test-fraction") == 0:
+        found.append("No node has test samples: data.test-fraction = 0.")
+    return found
+
+
+def _left_out(count: int) -> str:
+    return "1 was left out, it has" if count == 1 else f"{count} were left out, they have"
 
 
 def _head(summary: Mapping[str, Any], title: str) -> str:
@@ -127,9 +151,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1, lo
             return ' class="text long"'
         if column < text:
             return ' class="text"'
-        return (
-            ' class="up"' if cell.startswith("+") and cell != "+0.0" else ' class="down"' if cell.startswith("-") and cell != "-0.0" else ""
-        )
+        return ' class="up"' if cell.startswith("+") and cell != "+0.0" else ' class="down"' if cell.startswith("-") else ""
 
     head = "".join(f'<th scope="col"{kind(i, "")}>{escape(cell)}</th>' for i, cell in enumerate(heads))
     body = "".join("<tr>" + "".join(f"<td{kind(i, cell)}>{escape(cell)}</td>" for i, cell in enumerate(row)) + "</tr>" for row in rows)
@@ -138,11 +160,12 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1, lo
 
 def _node_section(summary: Mapping[str, Any]) -> str:
     if not summary["nodes"]:
-        return "<section><h2>Nodes</h2><p>No node has been evaluated yet.</p></section>"
+        note = " ".join(["No node has been evaluated yet.", *remarks(summary)])
+        return f"<section><h2>Nodes</h2><p>{escape(note)}</p></section>"
     rows = [
         (
             row["node"],
-            row["model"],
+            models_of(row),
             "–" if row["samples"] is None else f"{row['samples']:,}",
             percent(row["alone"]),
             percent(row["together"]),
@@ -150,9 +173,9 @@ def _node_section(summary: Mapping[str, Any]) -> str:
         )
         for row in summary["nodes"]
     ]
-    shown = table(("node", "model", "samples", "alone", "together", "gain"), rows, text=2)
-    note = "Test accuracy of each node's own model on its own test split; gain in percentage points."
-    return f'<section><h2>Nodes</h2>{shown}<p class="soft">{note}</p></section>'
+    shown = table(("node", model_head(summary), "samples", "alone", "together", "gain"), rows, text=2)
+    note = " ".join(["Test accuracy of each node's own model on its own test split; gain in percentage points.", *remarks(summary)])
+    return f'<section><h2>Nodes</h2>{shown}<p class="soft">{escape(note)}</p></section>'
 
 
 def _run_section(summary: Mapping[str, Any]) -> str:
@@ -199,6 +222,9 @@ def _span(first: int, last: int) -> str:
 def _settings_section(summary: Mapping[str, Any]) -> str:
     if not summary["settings"]:
         return ""
-    rows = [(key, str(value) if value != "" else "–") for key, value in sorted(summary["settings"].items())]
+    run = {*summary["runs"], summary["settings"].get("strategy")}
+    others = set(strategies.names()) - run
+    shown_keys = [key for key in sorted(summary["settings"]) if "." not in key or key.partition(".")[0] not in others]
+    rows = [(key, str(value) if (value := summary["settings"][key]) != "" else "–") for key in shown_keys]
     shown = table(("setting", "value"), rows, text=2, long=1)
     return f"<section><details><summary>Settings</summary>{shown}</details></section>"

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from server_app.rundata import RunData, finite
+from server_app.page import model_head, points
+from server_app.rundata import RunData, finite, models_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,8 +97,8 @@ def round_axis(axes: Axes) -> None:
 
 def _curve(data: RunData, run: str, key: str) -> tuple[list[int], list[float]]:
     rounds = data.rounds.get(run, {})
-    points = [(number, finite((rounds[number].get("personalized") or {}).get(key))) for number in sorted(rounds)]
-    known = [(number, value) for number, value in points if value is not None]
+    values = [(number, finite((rounds[number].get("personalized") or {}).get(key))) for number in sorted(rounds)]
+    known = [(number, value) for number, value in values if value is not None]
     return [number for number, _ in known], [value for _, value in known]
 
 
@@ -136,7 +137,7 @@ def _nodes(summary: Mapping[str, Any]) -> Image | None:
     rows = [row for row in summary["nodes"] if row["together"] is not None or row["alone"] is not None]
     if not rows:
         return None
-    rows.sort(key=lambda row: row["model"])  # stable: nodes stay in their order within a model
+    rows.sort(key=models_of)  # stable: nodes stay in their order within a model
     paired = [row for row in rows if row["gain"] is not None]
     if len(rows) > _MOST_BARS and paired:
         return _scatter(paired)
@@ -145,12 +146,12 @@ def _nodes(summary: Mapping[str, Any]) -> Image | None:
     figure, axes = new_figure(width=max(8.0, 0.42 * len(rows) + 2.0), height=4.6)
     places = _bars(axes, [row["alone"] for row in rows], [row["together"] for row in rows])
     for left in range(1, len(rows)):
-        if rows[left]["model"] != rows[left - 1]["model"]:
+        if models_of(rows[left]) != models_of(rows[left - 1]):
             axes.axvline(left - 0.5, color=ALONE, linewidth=0.8, linestyle="--")
-    labels = [f"{row['node'].removeprefix('partition-')}\n{row['model']}" for row in rows]
-    steep = len(rows) > 12 or any(len(row["model"]) > 8 or len(row["node"]) > 14 for row in rows)
+    labels = [f"{row['node'].removeprefix('partition-')}\n{models_of(row)}" for row in rows]
+    steep = len(rows) > 12 or any(len(models_of(row)) > 8 or len(row["node"]) > 14 for row in rows)
     axes.set_xticks(places, [label.replace("\n", " · ") if steep else label for label in labels], rotation=60 if steep else 0, fontsize=10)
-    axes.set_xlabel("node and its model", fontsize=12)
+    axes.set_xlabel(f"node and its {model_head(summary)}", fontsize=12)
     told = (
         f" {summary['totals']['better']} of {len(paired)} nodes do better together, {summary['totals']['worse']} worse." if paired else ""
     )
@@ -180,8 +181,8 @@ def _scatter(rows: list[Mapping[str, Any]]) -> Image:
 
     figure, axes = new_figure(height=5.6)
     palette = (TOGETHER, *MORE, "#1f8f9c", "#c23b6a", INK)
-    for index, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
-        chosen = [row for row in rows if row["model"] == model]
+    for index, model in enumerate(dict.fromkeys(map(models_of, rows))):
+        chosen = [row for row in rows if models_of(row) == model]
         color = palette[index % len(palette)]
         axes.scatter([r["alone"] for r in chosen], [r["together"] for r in chosen], s=18, alpha=0.7, color=color, label=model)
     values = [row[key] for row in rows for key in ("alone", "together")]
@@ -206,10 +207,10 @@ def _models(summary: Mapping[str, Any]) -> Image | None:
     for place, row in zip(places, rows, strict=True):
         if row["together"] is not None:
             top = max(row["together"], row["alone"] or 0.0)
-            text = f"{row['together']:.0%}" if row["gain"] is None else f"{100 * row['gain']:+.1f}"
+            text = f"{row['together']:.0%}" if row["gain"] is None else points(row["gain"])
             axes.annotate(text, (place, min(top, 0.94)), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=11, color=INK)
-    axes.set_xticks(places, [f"{row['model']}\n{row['nodes']} node{'s' if row['nodes'] > 1 else ''}" for row in rows], fontsize=11)
-    told = ", ".join(f"{row['model']} {row['gain']:+.1%}" for row in rows if row["gain"] is not None)
+    axes.set_xticks(places, [f"{models_of(row)}\n{row['nodes']} node{'s' if row['nodes'] > 1 else ''}" for row in rows], fontsize=11)
+    told = ", ".join(f"{models_of(row)} {points(row['gain'])}" for row in rows if row["gain"] is not None)
     alt = "Mean accuracy of the nodes with each model" + (f"; gain in points of being together: {told}." if told else ".")
     return Image("models", "By model, mean over its nodes, and the gain in points", alt, to_png(figure))
 

@@ -10,16 +10,18 @@
     runs           name -> rounds (number done), round (of the numbers below), mean, std, worst, worst_node, weighted
                    (each node's own model on its own test split), shared (the shared model on the common test set, or
                    null), bytes_down, bytes_up, seconds, seconds_per_round (median, first round excluded), failures
-    nodes          per node: node, model, samples (training), alone (run `local` after as many rounds, or null), together,
-                   gain (their difference, or null), round (of `together`)
-    models         per model: model, nodes, samples, alone, together, gain (means over its nodes)
-    totals         nodes, samples, alone, together, gain (means over nodes), delta_percent (mean over
-                   nodes of 100 gain / alone), better, worse, same (nodes),
+    nodes          per node: node, model (that it used together), model_alone (null where it did not run alone), samples
+                   (training), alone (run `local` after as many rounds, or null), together, gain (their difference, or
+                   null), round (of `together`)
+    models         per pair of models: model, model_alone, nodes, compared, samples, alone, together, gain (means)
+    totals         nodes, compared (nodes that the means are over), samples, alone, together, gain (means over nodes),
+                   delta_percent (mean over nodes of 100 gain / alone), better, worse, same (nodes),
                    bytes_down, bytes_up, seconds, failures
     failures       run, node, phase, reason, count, first_round, last_round
     skipped_lines  lines of metrics.jsonl that could not be read
 
-A number that was not measured is null. Means are over nodes, each counted once.
+A number that was not measured is null. Means are over nodes, each counted once; where nodes were run alone and together,
+over those that have both numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from server_app.rundata import Row, RunData, finite, read_run
+from server_app.rundata import Row, RunData, finite, models_of, read_run
 
 METRIC = "accuracy"
 # Differences below half a test sample of a large node are noise of float printing, not a gain.
@@ -127,6 +129,7 @@ def _node_table(data: RunData) -> list[Row]:
     together = data.last(main, METRIC)
     reached = {node: int(row["round"]) for node, row in together.items()}
     alone = data.last("local", METRIC, until=reached) if main != "local" else {}
+    trained = {**data.last("local", "num_examples"), **data.last(main, "num_examples")}  # not in the row of a round that failed
     table = []
     for node in sorted({*together, *alone}, key=_natural):
         row = together.get(node, alone.get(node, {}))
@@ -135,7 +138,8 @@ def _node_table(data: RunData) -> list[Row]:
             {
                 "node": node,
                 "model": str(row.get("model", "?")),
-                "samples": row.get("num_examples"),
+                "model_alone": str(alone[node].get("model", "?")) if node in alone else None,
+                "samples": trained.get(node, {}).get("num_examples"),
                 "alone": mine,
                 "together": joint,
                 "gain": joint - mine if joint is not None and mine is not None else None,
@@ -152,15 +156,26 @@ def _natural(name: str) -> tuple[str, int, str]:
 
 
 def _model_table(nodes: list[Row]) -> list[Row]:
-    table = []
-    for model in sorted({row["model"] for row in nodes}, key=_natural):
-        rows = [row for row in nodes if row["model"] == model]
-        table.append({"model": model, "nodes": len(rows), "samples": sum(row["samples"] or 0 for row in rows), **_means(rows)})
-    return table
+    groups: dict[str, list[Row]] = {}
+    for row in nodes:
+        groups.setdefault(models_of(row), []).append(row)
+    return [
+        {
+            **{key: rows[0][key] for key in ("model", "model_alone")},
+            "nodes": len(rows),
+            "samples": sum(row["samples"] or 0 for row in rows),
+            **_means(rows),
+        }
+        for _, rows in sorted(groups.items(), key=lambda group: _natural(group[0]))
+    ]
 
 
-def _means(rows: list[Row]) -> dict[str, float | None]:
-    return {key: _mean(row[key] for row in rows) for key in ("alone", "together", "gain")}
+def _means(rows: list[Row]) -> dict[str, Any]:
+    """Return the means, and as `compared` over how many nodes: with numbers of both kinds only the nodes that have both are compared."""
+    both = all(any(row[key] is not None for row in rows) for key in ("alone", "together"))
+    counted = [row for row in rows if row["gain"] is not None or not both]
+    means = {key: _mean(row[key] for row in counted) for key in ("alone", "together", "gain")}
+    return {"compared": sum(row["together"] is not None or row["alone"] is not None for row in counted), **means}
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

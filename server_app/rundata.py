@@ -86,6 +86,12 @@ def finite(value: Any) -> float | None:
     return float(value)
 
 
+def models_of(row: Mapping[str, Any]) -> str:
+    """Return the model of a node (or of a group of nodes) in `summary.json`; "alone / together" where they are two."""
+    alone, together = row.get("model_alone"), str(row["model"])
+    return together if alone in (None, together) else f"{alone} / {together}"
+
+
 def read_run(folder: Path) -> RunData:
     """Return what lies in a run folder.
 

@@ -46,6 +46,11 @@ class Trainer(ABC):
     def __init__(self, context: NodeContext) -> None:
         self.context = context
 
+    @property
+    def model_name(self) -> str:
+        """Name of the model this node uses under the method, for tables and cards; by default the node's own."""
+        return self.context.profile.model
+
     def describe(self) -> dict[str, Scalar]:
         """Return what the server must know to build a payload for this node (sizes, layouts)."""
         return {}

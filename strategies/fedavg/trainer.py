@@ -17,6 +17,10 @@ class NodeTrainer(LocalTrainer):
         Trainer.__init__(self, context)
         self.model = build_model(context, context.config.model, context.settings.seed, "shared")  # type: ignore[attr-defined]
 
+    @property
+    def model_name(self) -> str:
+        return self.context.config.model  # type: ignore[attr-defined,no-any-return]
+
     def private_state(self) -> Tensors:
         return {}
 

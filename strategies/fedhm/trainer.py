@@ -36,14 +36,19 @@ class NodeTrainer(Trainer):
         self.ratio = 1.0
         self._evaluated: nn.Module | None = None
 
+    @property
+    def model_name(self) -> str:
+        return self.config.model if self.config.rank_ratio == "dynamic" else f"{self.config.model} at {self.ratio:g}"
+
     def describe(self) -> dict[str, Scalar]:
         ratio = self.context.profile.rank_ratio
         if self.config.rank_ratio == "auto":
             ratio = largest_affordable(self.full, self.context)
         tier = Tier.of(self.full, ratio, self.config)
         hybrid = tier.hybrid(self.full)
+        self.ratio = ratio
         return {
-            "model": self.config.model if self.config.rank_ratio == "dynamic" else f"{self.config.model} at {ratio:g}",
+            "model": self.model_name,
             "rank_ratio": ratio,
             "ranks": tier.table,
             "low_rank_layers": len(tier.ranks),

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from server_app import plots
+from server_app import page, plots, show
 from server_app.report import compare, summarise, write_report
-from server_app.rundata import RunFolderError, read_run
+from server_app.rundata import RunFolderError, models_of, read_run
 from tests.server_app.run_folder import append, make, two_runs
 
 
@@ -100,6 +100,57 @@ def test_torn_line_repeated_round_and_not_a_number(tmp_path: Path) -> None:
     json.loads(json.dumps(summary, allow_nan=False))
 
 
+def test_means_are_over_nodes_that_have_both_numbers_and_say_so(tmp_path: Path) -> None:
+    make(tmp_path, {"local": [{"a": 0.5, "b": 0.7, "c": 0.9}], "fedmrl": [{"a": 0.6, "b": 0.5}]}, num_rounds=1)
+    summary = _summary(tmp_path)
+    totals = summary["totals"]
+    # not (0.5 + 0.7 + 0.9) / 3 = 0.7 alone against 0.55 together
+    assert (totals["alone"], totals["together"], totals["gain"]) == pytest.approx((0.6, 0.55, -0.05), abs=1e-12)
+    assert (totals["nodes"], totals["compared"]) == (3, 2)
+    assert summary["models"][0]["alone"] == pytest.approx(0.6, abs=1e-12)
+    assert page.remarks(summary) == ["The means are over 2 nodes; 1 was left out, it has no result both alone and together."]
+    assert page.remarks(_summary(two_runs(tmp_path / "all"))) == []
+
+
+@pytest.mark.parametrize(("gain", "text"), [(-0.0004, "+0.0"), (0.0, "+0.0"), (-0.0006, "-0.1"), (0.01, "+1.0"), (None, "–")])
+def test_no_gain_has_no_minus(gain: float | None, text: str) -> None:
+    assert page.points(gain) == text
+
+
+def test_a_node_with_another_model_together_shows_both(tmp_path: Path) -> None:
+    make(tmp_path, {"local": [{"a": 0.5, "b": 0.5, "c": 0.5}], "fedavg": [{"a": 0.6, "b": 0.5, "c": 0.7}]}, num_rounds=1)
+    lines = []
+    for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["kind"] == "node":
+            row["model"] = "cnn5" if row["run"] == "fedavg" or row["node"] == "c" else "cnn1"
+        lines.append(json.dumps(row))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    summary = _summary(tmp_path)
+    assert [models_of(row) for row in summary["nodes"]] == ["cnn1 / cnn5", "cnn1 / cnn5", "cnn5"]
+    assert [(models_of(row), row["nodes"], row["gain"]) for row in summary["models"]] == [
+        ("cnn5", 1, pytest.approx(0.2)), ("cnn1 / cnn5", 2, pytest.approx(0.05))
+    ]  # fmt: skip
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "model alone / together" in text
+    assert "cnn1 / cnn5" in text
+    assert "the gain is that of the other model and of joining" in text
+
+
+def test_a_node_that_failed_last_shows_the_samples_it_had(tmp_path: Path) -> None:
+    two_runs(tmp_path)
+    append(tmp_path, {"kind": "node", "run": "fedmrl", "round": 3, "node": "partition-2", "model": "cnn1", "accuracy": 0.6})
+    assert [row["samples"] for row in _summary(tmp_path)["nodes"]] == [40, 40, 40]
+
+
+def test_the_report_lists_settings_of_what_ran(tmp_path: Path) -> None:
+    two_runs(tmp_path)
+    config = {"strategy": "fedmrl", "seed": 3, "train.momentum": 0.9, "fedmrl.shared-dim": 7, "fedhm.rho": 1, "fedavg.model": "mlp"}
+    (tmp_path / "run.json").write_text(json.dumps({"run_config": config}), encoding="utf-8")
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert [key in text for key in config] == [True, True, True, True, False, False]
+
+
 def test_failures_are_grouped(tmp_path: Path) -> None:
     two_runs(tmp_path)
     failure = {"kind": "failure", "run": "fedmrl", "node": "partition-2", "phase": "train", "reason": "labels 10 lie outside 0..9"}
@@ -107,6 +158,12 @@ def test_failures_are_grouped(tmp_path: Path) -> None:
     first, second = _summary(tmp_path)["failures"]
     assert (first["count"], first["first_round"], first["last_round"], first["phase"]) == (2, 1, 2, "train")
     assert (second["count"], second["phase"]) == (1, "evaluate")
+    append(tmp_path, *({**failure, "run": run, "round": 1, "phase": "describe", "reason": "no\n- details"} for run in ("local", "fedmrl")))
+    assert show.failure_lines(_summary(tmp_path)["failures"]) == [
+        "node partition-2 failed to train (fedmrl, 2 times): labels 10 lie outside 0..9",
+        "node partition-2 failed to evaluate (fedmrl): labels 10 lie outside 0..9",
+        "node partition-2 refused (local, fedmrl): no",
+    ]
 
 
 def test_report_is_one_file_that_needs_no_network(tmp_path: Path) -> None:
