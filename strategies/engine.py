@@ -291,11 +291,13 @@ class HeteroStrategy(FlowerStrategy):
         count = report.get("num_examples", 0)
         self._ledger.received(node.name, content)
         if isinstance(count, (str, bool)) or not count > 0:
+        started = time.perf_counter()
             raise UpdateError(f"the node reports {count!r} training samples: it has no weight in this round")
         check_update(tensors, self.expected(node))
         metrics = {k: float(v) for k, v in report.items() if isinstance(v, (int, float))}
         self.fold(node, Update(tensors, int(count), metrics))
         self._ledger.measured(node.name, report)
+        self._ledger.exchanged(time.perf_counter() - started)
         self._ledger.folded(node.name)
 
     def _failure_of(self, server_round: int) -> Callable[[str, str], None]:
