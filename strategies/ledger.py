@@ -37,10 +37,12 @@ class Ledger:
         self._rows: dict[str, dict[str, Any]] = {}
         self._folded: set[str] = set()
         self._reasons: dict[str, str] = {}
+        self._exchanges: list[float] = []
 
     def begin(self, names: list[str]) -> None:
         """Start the rows of a round, or of its repetition, for the sampled nodes."""
         self._rows, self._folded, self._reasons = {name: {} for name in names}, set(), {}
+        self._exchanges = []
 
     def sent(self, node: str, content: RecordDict) -> None:
         """Count the bytes of a message to `node`."""
@@ -49,6 +51,10 @@ class Ledger:
     def received(self, node: str, content: RecordDict) -> None:
         """Count the bytes of a reply of `node`."""
         self._count(node, "bytes_up", wire_bytes(content))
+
+    def exchanged(self, seconds: float) -> None:
+        """Note that an exchange with all nodes is over, from the first message sent to the last reply folded."""
+        self._exchanges.append(seconds)
 
     def measured(self, node: str, report: dict[str, Scalar]) -> None:
         """Take over the numbers of a node's report; the time to load adds up over the messages of a round."""
@@ -90,7 +96,7 @@ class Ledger:
             self._journal.node(row)
         summary: dict[str, Any] = {"round": server_round, "seconds": seconds, "sampled": sampled, "replied": self.count}
         summary |= {key: sum(int(row.get(key, 0)) for row in rows) for key in ("bytes_down", "bytes_up")}
-        summary["method"] = method
+        summary |= {"exchanges": len(self._exchanges), "seconds_exchanges": sum(self._exchanges), "method": method}
         if shared is not None:
             summary |= {"personalized": personalized(rows), "shared": shared}
         self._journal.round(summary)
