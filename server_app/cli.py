@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from server_app import cli_compare, cli_lists, cli_machine
+from server_app import cli_compare, cli_deploy, cli_lists, cli_machine
 from server_app.cli_common import Overrides, Stopped, catch_signals, err, explained, literal, out
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ def main() -> None:
 # The order of `heterofleet --help`.
 app.command()(simulate)
 cli_compare.add(app)
+cli_deploy.add(app)
 app.command()(report)
 cli_lists.add(app)
 cli_machine.add(app)
