@@ -276,11 +276,13 @@ class HeteroStrategy(FlowerStrategy):
     def _replies(self, messages: list[Message], server_round: int, phase: str) -> Iterator[Message]:
         names = {node.node_id: node.name for node in [*self._here, *self._sampled]}
         asked = {names[message.metadata.dst_node_id]: message for message in messages}
+        started = time.perf_counter()
         for name, reply in self._exchange.send(asked, self.settings.fleet.round_timeout):
             if isinstance(reply, str):
                 self._ledger.fail(server_round, name, phase, reply)
             else:
                 yield reply
+        self._ledger.exchanged(time.perf_counter() - started)
 
     def _by_id(self, reply: Message) -> Node:
         return next(node for node in [*self._here, *self._sampled] if node.node_id == reply.metadata.src_node_id)
@@ -291,13 +293,11 @@ class HeteroStrategy(FlowerStrategy):
         count = report.get("num_examples", 0)
         self._ledger.received(node.name, content)
         if isinstance(count, (str, bool)) or not count > 0:
-        started = time.perf_counter()
             raise UpdateError(f"the node reports {count!r} training samples: it has no weight in this round")
         check_update(tensors, self.expected(node))
         metrics = {k: float(v) for k, v in report.items() if isinstance(v, (int, float))}
         self.fold(node, Update(tensors, int(count), metrics))
         self._ledger.measured(node.name, report)
-        self._ledger.exchanged(time.perf_counter() - started)
         self._ledger.folded(node.name)
 
     def _failure_of(self, server_round: int) -> Callable[[str, str], None]:
