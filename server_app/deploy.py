@@ -39,12 +39,10 @@ class Deployment:
         processes: the SuperLink and the nodes that should be running, by name.
     """
 
-    def __init__(self, folder: Path, logs: Path, *, keys: int, secure: bool, app_dir: Path) -> None:
+    def __init__(self, folder: Path, logs: Path, *, secure: bool, app_dir: Path) -> None:
         self.folder, self.logs, self.secure, self.app_dir = folder, logs, secure, app_dir
         self.port, self.token = free_port(), secrets.token_hex(8)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        if secure:
-            certs.create(folder / "certs", nodes=keys)
 
     @property
     def ca(self) -> Path | None:
@@ -71,7 +69,7 @@ class Deployment:
         """Start the SuperLink, or start it again with the nodes it knew, and return once it answers.
 
         Raises:
-            LaunchError: it ended, or does not answer in time.
+            LaunchError: it ended, or those who trust its CA get no answer in time.
         """
         command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--database", str(self.folder / "superlink.db"), "--disable-runtime-dependency-installation"]
@@ -102,17 +100,17 @@ class Deployment:
         return home
 
     def start_node(self, name: str, config: Mapping[str, Scalar], key: str) -> None:
-        """Start a SuperNode and return at once; whether it gets in is seen by `wait_online`.
+        """Start a SuperNode, or start it again, and return at once; whether it gets in is seen by `wait_online`.
 
         Args:
             name: of the process and its folder.
             config: what `--node-config` says.
-            key: its folder in `certs`.
+            key: its folder in `certs`; empty: it speaks plain HTTP and has none.
         """
         command = ["flower-supernode", "--superlink", f"127.0.0.1:{self.port}", "--port", str(free_port())]
         own = self.folder / "certs" / key
         tls = ["--root-certificates", f"{own}/ca.crt", "--auth-supernode-private-key", f"{own}/node.key"]
-        self._start(name, [*command, *(tls if self.secure else ["--insecure"]), "--node-config", node_config(config)])
+        self._start(name, [*command, *(tls if key else ["--insecure"]), "--node-config", node_config(config)])
 
     def wait_online(self, count: int, seconds: float = _START_SECONDS) -> None:
         """Return once `count` nodes are connected.
@@ -189,9 +187,11 @@ def deployment(logs: Path, *, keys: int, secure: bool = True, app_dir: Path = AP
         if "," in str(folder):
             raise LaunchError(f"Flower cannot install an app under {folder}: set TMPDIR to a folder without a comma in its path")
         logs.mkdir(parents=True, exist_ok=True)
-        made = Deployment(folder, logs, keys=keys, secure=secure, app_dir=app_dir)
+        made = Deployment(folder, logs, secure=secure, app_dir=app_dir)
         watch = [sys.executable, "-P", str(Path(processes.__file__)), str(os.getpid()), str(folder), "watch", made.token]
         guard = subprocess.Popen(watch, stdin=subprocess.DEVNULL, start_new_session=True)
+        if secure:
+            certs.create(folder / "certs", nodes=keys)
         try:
             yield made
         finally:

@@ -108,7 +108,7 @@ def start_fleet(made: Deployment, plan: Plan) -> dict[str, Scalar]:
             "data": str(shard),
             "state-dir": str(state),
         }
-        made.start_node(name, config, key=name)
+        made.start_node(name, config, key=name if plan.secure else "")
     made.wait_online(len(plan.names))
     return {**plan.config.flat, "data.num-classes": classes}
 

@@ -163,7 +163,7 @@ def _build(folder: Path, reader: Reader, name: str, wanted: tuple[int, int]) -> 
     scratch = folder.with_name(f"{folder.name}.tmp")
     try:
         shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
+        scratch.mkdir(parents=True, mode=0o700)  # decoded samples are as private as their source
         raw = reader.read(scratch / "reader")
         meta = _write(scratch, raw, name, wanted)
         shutil.rmtree(scratch / "reader", ignore_errors=True)
