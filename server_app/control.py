@@ -63,13 +63,13 @@ class Control:
             interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
         )
 
-    def start(self, app_dir: Path, run_config: Mapping[str, Scalar], federation: Mapping[str, Any]) -> int:
+    def start(self, app_dir: Path, run_config: Mapping[str, Scalar], federation: Mapping[str, Any] | None = None) -> int:
         """Submit the app in `app_dir` and return the run's id.
 
         Args:
             app_dir: folder with the app's `pyproject.toml`.
             run_config: overrides of keys of `[tool.flwr.app.config]`.
-            federation: fields of Flower's SimulationConfig, such as `num_supernodes`.
+            federation: fields of Flower's SimulationConfig, such as `num_supernodes`; not for real nodes.
 
         Raises:
             RuntimeError: the SuperLink took no run.
@@ -78,7 +78,7 @@ class Control:
         request = StartRunRequest(
             fab=fab_to_proto(Fab(hashlib.sha256(content).hexdigest(), content, {})),
             override_config=user_config_to_proto(dict(run_config)),
-            override_federation_config=SimulationConfig(**federation),
+            override_federation_config=SimulationConfig(**(federation or {})),
         )
         response = self._client.StartRun(request)
         if not response.HasField("run_id"):
