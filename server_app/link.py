@@ -44,14 +44,15 @@ def healthy(port: int, ca: Path | None = None) -> bool:
 
 
 def last_error(log: Path) -> str:
-    """Return the last line of a log that reads like an exception, else its last line, else an empty string."""
+    """Return the last line of a log that reads like an exception, else what Flower said with its exit code, else the last line."""
     try:
-        text = log.read_text(encoding="utf-8", errors="replace")
+        text = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
         return ""
-    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b.*:", line)]
-    return (errors or lines or [""])[-1]
+    exits = [" ".join(found.split()) for found in re.findall(r"Exit Code: \d+\n(?:\S.*\n)*", text)]
+    return (errors or exits or lines or [""])[-1]
 
 
 class Served(Protocol):
