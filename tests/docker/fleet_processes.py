@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import socket
 import ssl
 import subprocess
 import sys
@@ -15,15 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from server_app.link import environment, free_port
 from tests.docker.compose_files import read
 
 SCRIPTS = Path(sys.executable).parent
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -40,10 +33,7 @@ class Fleet:
         root = self.folder / "certs/ca.crt"
         connection = f'address = "{self.address("superlink:8000")}"\nroot-certificates = "{root}"\n'
         (home / "config.toml").write_text(f'[superlink]\ndefault = "fleet"\n[superlink.fleet]\n{connection}')
-        quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-        path = f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}"
-        own = {"FLWR_HOME": str(home), "HETEROFLEET_HOME": str(self.folder / "home"), "PATH": path, "COLUMNS": "200"}
-        self.env = os.environ | quiet | own | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
+        self.env = environment(self.folder, "compose") | {"HETEROFLEET_HOME": str(self.folder / "home"), "COLUMNS": "200"}
 
     def address(self, name: str) -> str:
         """Return where on loopback `service:port` of a compose file is found."""

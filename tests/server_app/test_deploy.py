@@ -20,7 +20,7 @@ from server_app import deploy, processes
 from server_app.deploy import Deployment, deployment, node_config
 from server_app.deploy_data import write_shards
 from server_app.deploy_run import cost_of, plan_deployment
-from server_app.link import LaunchError
+from server_app.link import LaunchError, last_error
 from server_app.overrides import merged
 from server_app.rundata import RunData
 from server_app.settings import SettingsError
@@ -139,6 +139,12 @@ def test_a_node_that_ends_is_noticed_with_the_last_error_of_its_log(made: Deploy
     made.processes["node-1"].wait()
     with pytest.raises(LaunchError, match=r"node-1 ended with code 1: ValueError: no such key \(more in .*node-1\.log\)"):
         made.check()
+
+
+def test_flowers_exit_code_is_a_reason(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("INFO: start\n\x1b[91mERROR \x1b[0m: Exit Code: 305\nFailed.\n[code: 2004] No.\n\nFor more, visit\nINFO: done\n")
+    assert last_error(log) == "Exit Code: 305 Failed. [code: 2004] No."
 
 
 def test_at_the_end_neither_process_nor_key_is_left_but_the_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
