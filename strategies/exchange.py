@@ -2,8 +2,10 @@
 
 Flower 1.42: `send_and_receive` polls every 3 s in deployment; errors made by the SuperLink carry its own
 node id, so replies are matched by the id of the message they answer; a message that timed out stays valid
-and its node stays busy. In simulation a thread of the server's process looks through all open messages for
-each node, ten times a second: 1,000 messages to 1,000 nodes are a million looks, so few are open at once.
+and its node stays busy. A SuperNode that is started again has lost the message it worked on, and the SuperLink says
+so only if somebody asks in the moment between its last missed heartbeat and its return. In simulation a thread of the
+server's process looks through all open messages for each node, ten times a second: 1,000 messages to 1,000 nodes are
+a million looks, so few are open at once.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from flwr.serverapp import Grid
 
 _CHUNK = 8  # replies pulled at once: what bounds the server's memory
 _POLL_FIRST, _POLL_LAST = 0.01, 0.5  # seconds
+_LOOK = 5.0  # seconds between looks at who was started again
+_RESTARTED = "the node was started again meanwhile and has lost its order"
 
 
 @dataclass
@@ -47,7 +51,7 @@ class Exchange:
         """
         end = time.monotonic() + timeout
         unsent, waiting = dict(messages), dict[str, str]()
-        pause = _POLL_FIRST
+        pause, begun, look = _POLL_FIRST, self._activations() if messages else {}, time.monotonic() + _LOOK
         while unsent or waiting:
             yield from ((node, "refused by the SuperLink: the node is unknown or has left") for node in self._fill(unsent, waiting))
             arrived = False
@@ -59,11 +63,29 @@ class Exchange:
                         yield node, _reason(reply) if reply.has_error() else reply
             if time.monotonic() >= end:
                 break
+            if begun and time.monotonic() >= look:
+                look = time.monotonic() + _LOOK
+                yield from ((node, _RESTARTED) for node in self._restarted(messages, waiting, begun))
             pause = _POLL_FIRST if arrived else min(pause * 1.3, _POLL_LAST)
             if waiting:
                 time.sleep(min(pause, max(0.0, end - time.monotonic())))
         self.busy |= waiting
         yield from ((node, f"no reply within {timeout:g} s (fleet.round-timeout)") for node in [*waiting.values(), *unsent])
+
+    def _activations(self) -> dict[int, str]:
+        """Return when each node was last activated; nothing where no SuperNodes are that could be started again."""
+        if type(self.grid).__name__ != "HttpGrid":
+            return {}
+        return {info.node_id: info.last_activated_at for info in self.grid.get_nodes() if info.last_activated_at}
+
+    def _restarted(self, messages: dict[str, Message], waiting: dict[str, str], begun: dict[int, str]) -> list[str]:
+        """Take the nodes out of `waiting` that were activated anew since `begun`, and return their names."""
+        now = self._activations()
+        ids = {node: messages[node].metadata.dst_node_id for node in waiting.values()}
+        lost = {node for node, node_id in ids.items() if now.get(node_id, begun.get(node_id)) != begun.get(node_id)}
+        for key in [key for key, node in waiting.items() if node in lost]:
+            del waiting[key]
+        return sorted(lost)
 
     def _fill(self, unsent: dict[str, Message], waiting: dict[str, str]) -> list[str]:
         """Push as many of `unsent` as the window has room for, move them to `waiting`, and return the nodes that were refused."""

@@ -42,6 +42,20 @@ class InMemoryGrid(Counter):
     """Named as the Grid of Flower's simulation, by which the exchange knows it."""
 
 
+class HttpGrid(Counter):
+    """Named as the Grid of a deployment, which also knows when nodes were started; `restart` of them after the first push."""
+
+    def __init__(self, restart: Iterable[int], **faults: Any) -> None:
+        super().__init__(**faults)
+        self.restart = set(restart)
+
+    def push_messages(self, messages: list[Any]) -> list[str]:
+        return super().push_messages([message.name for message in messages])
+
+    def get_nodes(self) -> list[Any]:
+        return [SimpleNamespace(node_id=i, last_activated_at="later" if self.order and i in self.restart else "once") for i in range(3)]
+
+
 def _reply(message_id: str, node: str) -> Any:
     return SimpleNamespace(metadata=SimpleNamespace(reply_to_message_id=message_id), has_error=lambda: False, content=node)
 
@@ -81,6 +95,17 @@ def test_a_refused_node_is_named_and_the_next_takes_its_place() -> None:
     refused = {node: reply for node, reply in replies.items() if isinstance(reply, str)}
     assert refused == dict.fromkeys(("node-0", "node-2"), "refused by the SuperLink: the node is unknown or has left")
     assert {replies["node-1"].content, replies["node-3"].content} == {"node-1", "node-3"}
+
+
+def test_a_node_that_was_started_again_is_not_waited_for_and_is_free_for_the_next_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strategies.exchange._LOOK", 0.02)
+    exchange = Exchange(HttpGrid(restart=[0, 1], silent=["node-1", "node-2"]))  # node-0 answers at once all the same
+    messages = {f"node-{i}": SimpleNamespace(name=f"node-{i}", metadata=SimpleNamespace(dst_node_id=i)) for i in range(3)}
+    replies = dict(exchange.send(messages, 0.3))
+    assert replies["node-0"].content == "node-0"
+    assert replies["node-1"] == "the node was started again meanwhile and has lost its order"
+    assert replies["node-2"] == "no reply within 0.3 s (fleet.round-timeout)"
+    assert exchange.busy_nodes() == {"node-2"}
 
 
 def test_nothing_to_send_is_over_at_once() -> None:
