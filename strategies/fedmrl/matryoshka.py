@@ -5,6 +5,7 @@ B batch, G = d1 width of the small model's representation, F = d2 width of the p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -33,6 +34,11 @@ def matryoshka_loss(
 ) -> torch.Tensor:
     """Return m_G l(y_G, y) + m_F l(y_F, y), 0-d (eq. 8); `loss` is the task's mean loss."""
     return shared_weight * loss(coarse_BC, targets_B) + private_weight * loss(fine_BC, targets_B)
+
+
+def log_mean(*outputs_BC: torch.Tensor) -> torch.Tensor:
+    """Return the logarithm of the mean of the heads' probabilities, (B, C)."""
+    return torch.stack([outputs.log_softmax(1) for outputs in outputs_BC]).logsumexp(0) - math.log(len(outputs_BC))
 
 
 def start_projector(weight: torch.Tensor, bias: torch.Tensor, start: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import cast
 import models
 from strategies.averaging import AveragingStrategy
 from strategies.fedmrl.config import Config
+from strategies.fedmrl.normalize import normalized
 from strategies.messages import Scalar
 
 
@@ -19,7 +20,8 @@ class Strategy(AveragingStrategy):
 
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> models.SplitModel:
         config = cast(Config, self.config)
-        return models.build(config.small_model, input_shape=input_shape, num_outputs=num_outputs, feature_dim=config.shared_dim)
+        model = models.build(config.small_model, input_shape=input_shape, num_outputs=num_outputs, feature_dim=config.shared_dim)
+        return normalized(model) if config.normalize else model
 
     def settings_of_round(self, server_round: int) -> dict[str, Scalar]:
         return {"warmup": server_round <= cast(Config, self.config).warmup_rounds}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import cast
 
 import torch
@@ -11,21 +10,27 @@ from torch import nn
 import models
 from client_app.training import clip, sgd, train_epochs
 from strategies.fedmrl.config import Config
-from strategies.fedmrl.matryoshka import matryoshka_loss, slices, splice, start_projector
+from strategies.fedmrl.matryoshka import log_mean, matryoshka_loss, slices, splice, start_projector
+from strategies.fedmrl.normalize import normalized
 from strategies.local.trainer import build_model
 from strategies.messages import Payload, Scalar, Tensors, Update
 from strategies.seeds import seeded
 from strategies.trainer import NodeContext, Trainer, load_exactly
 
+_NEVER = -1e4  # an output that no softmax sees, and still finite in every dtype
+
 
 class Fused(nn.Module):
-    """G, F and P as one model. `forward` is the paper's mix-large, what a node uses: (B, *input_shape) -> (B, C).
+    """G, F and P as one model. `forward` is the paper's mix-large: (B, *input_shape) -> (B, C).
 
     Attributes:
         shared: G, `SplitModel` with feature_dim d1; its tensors travel.
         private: F, the node's own `SplitModel` with feature_dim d2; never leaves.
         projector: P, Linear(d1 + d2, d2), no activation after it; never leaves.
+        absent: (C,) bool, classes that the SHARED head must not answer with on this node.
     """
+
+    absent: torch.Tensor
 
     def __init__(self, shared: models.SplitModel, private: models.SplitModel) -> None:
         super().__init__()
@@ -34,6 +39,7 @@ class Fused(nn.Module):
             raise ValueError(f"fedmrl.shared-dim = {d1} exceeds the representation of this node's model ({d2}); set it to {d2} or less")
         self.shared, self.private = shared, private
         self.projector = nn.Linear(d1 + d2, d2)
+        self.register_buffer("absent", torch.zeros(shared.num_outputs, dtype=torch.bool), persistent=False)
 
     def fuse(self, batch: torch.Tensor, rep_BG: torch.Tensor | None = None) -> torch.Tensor:
         """Return z = P(r_G o r_F), (B, d2): one forward of each extractor (eq. 2 to 5); `rep_BG` is r_G where it is there."""
@@ -42,7 +48,11 @@ class Fused(nn.Module):
     def both(self, batch: torch.Tensor, rep_BG: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the outputs of the shared head on the coarse slice and of the private head on the fine one (eq. 7)."""
         coarse, fine = slices(self.fuse(batch, rep_BG), self.shared.feature_dim)
-        return self.shared.classify(coarse), self.private.classify(fine)
+        return self.own(coarse), self.private.classify(fine)
+
+    def own(self, rep_BG: torch.Tensor) -> torch.Tensor:
+        """Return the shared head's outputs on `rep_BG`, those of `absent` classes out of reach."""
+        return self.shared.classify(rep_BG).masked_fill(self.absent, _NEVER)
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         return self.private.classify(self.fuse(batch))
@@ -63,8 +73,18 @@ class MixBoth(MixSmall):
     """Both heads together: the logarithm of the mean of their probabilities."""
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        coarse, fine = (outputs.log_softmax(1) for outputs in self.fused.both(batch))
-        return torch.logaddexp(coarse, fine) - math.log(2)
+        return log_mean(*self.fused.both(batch))
+
+
+class MixAll(MixSmall):
+    """Both heads on the fused representation and the shared head on G's own."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        rep = self.fused.shared.features(batch)
+        return log_mean(*self.fused.both(batch, rep), self.fused.own(rep))
+
+
+_PREDICTORS = {"both": MixBoth, "all": MixAll}
 
 
 class NodeTrainer(Trainer):
@@ -79,12 +99,16 @@ class NodeTrainer(Trainer):
         private = build_model(context, context.profile.model, context.seed, "private")
         shared = build_model(context, self.config.small_model, context.settings.seed, "shared", feature_dim=self.config.shared_dim)
         start = self.config.projector_start
+        if self.config.normalize:
+            private, shared = normalized(private), normalized(shared)
         with seeded(context.seed if start == "random" else context.settings.seed, "projector", private.feature_dim):
             self.fused = Fused(shared, private)
         with torch.no_grad():
             weight, bias = start_projector(self.fused.projector.weight, self.fused.projector.bias, start)
             self.fused.projector.weight.copy_(weight)
             self.fused.projector.bias.copy_(bias)
+        if self.config.masked_loss and context.task.kind == "classification":
+            self.fused.absent.fill_(True)[context.task.train.targets.unique()] = False
         self.fused.to(context.device)
         self._warmup = False
         self._rounds = torch.zeros((), dtype=torch.int64)  # in which F and P were trained
@@ -119,7 +143,7 @@ class NodeTrainer(Trainer):
 
         def step(batch: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = task.loss(fused.shared(batch), targets) if warmup else self._loss(batch, targets)
+            loss = task.loss(fused.own(fused.shared.features(batch)), targets) if warmup else self._loss(batch, targets)
             loss.backward()
             clip(nets, settings.clip_norm)
             optimizer.step()
@@ -138,7 +162,7 @@ class NodeTrainer(Trainer):
         coarse, fine = self.fused.both(batch, rep)
         loss = matryoshka_loss(coarse, fine, targets, task.loss, shared_weight=config.shared_weight, private_weight=config.private_weight)
         if config.own_weight:
-            loss = loss + config.own_weight * task.loss(self.fused.shared.classify(rep), targets)
+            loss = loss + config.own_weight * task.loss(self.fused.own(rep), targets)
         return loss
 
     def predict(self, batch: torch.Tensor) -> torch.Tensor:
@@ -146,7 +170,7 @@ class NodeTrainer(Trainer):
         return next(iter(self.exportable().values()))(batch)
 
     def exportable(self) -> dict[str, nn.Module]:
-        fused = MixBoth(self.fused) if self.config.predict == "both" else self.fused
+        fused = _PREDICTORS[self.config.predict](self.fused) if self.config.predict != "fine" else self.fused
         whole: dict[str, nn.Module] = {"fused": fused, "mix-small": MixSmall(self.fused), "single-large": self.fused.private}
         alone: dict[str, nn.Module] = {"single-small": self.fused.shared}
         return whole | alone if int(self._rounds) else alone | whole

@@ -69,7 +69,8 @@ def test_an_unknown_start_is_refused_with_the_choices():
 
 def trainer(tmp_path, monkeypatch, **changes) -> NodeTrainer:
     monkeypatch.setenv("HETEROFLEET_HOME", str(tmp_path / "home"))
-    settings, own = strategies.settings_of(config(tmp_path, **changes))
+    neutral = {"own_weight": 0.0, "masked_loss": False, "predict": "fine"}  # the paper's
+    settings, own = strategies.settings_of(config(tmp_path, **{f"fedmrl__{key}": value for key, value in neutral.items()} | changes))
     profile = NodeProfile.of({"partition-id": 0, "num-partitions": 3}, settings)
     return NodeTrainer(NodeContext(profile, settings, own, tasks.load(profile, settings), torch.device("cpu"), 5))
 
