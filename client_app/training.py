@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +14,11 @@ from tasks import Samples, Task
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
+_TOO_MUCH = 1e4  # mean loss of a local training; a model that learns nothing has about ln(classes)
+
 
 class DivergedError(RuntimeError):
-    """The training loss is not finite; the message names the round's mean loss and what to lower."""
+    """The training loss is not finite or beyond all reason; the message names the round's mean loss and what to lower."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def train_epochs(
         generator: CPU; order and augmentation draw from it.
 
     Raises:
-        DivergedError: the mean loss is not finite.
+        DivergedError: the mean loss is not finite, or above 1e4.
     """
     samples, parts = task.train, list(modules)
     for part in parts:
@@ -68,8 +69,8 @@ def train_epochs(
                 total += loss.detach().double() * len(index)
                 steps, seen = steps + 1, seen + len(index)
     mean = float(total) / max(seen, 1)
-    if not math.isfinite(mean):
-        raise DivergedError(f"the training loss is {mean}: training diverged, lower train.learning-rate or set train.clip-norm")
+    if not mean < _TOO_MUCH:  # nan compares false
+        raise DivergedError(f"the training loss is {mean:.3g}: training diverged, lower train.learning-rate or set train.clip-norm")
     return TrainStats(mean, steps, len(samples))
 
 

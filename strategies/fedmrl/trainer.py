@@ -69,6 +69,20 @@ class MixSmall(nn.Module):
         return self.fused.both(batch)[0]
 
 
+class SmallAlone(nn.Module):
+    """The paper's single-small: the shared model by itself, without its answers for `absent` classes."""
+
+    absent: torch.Tensor
+
+    def __init__(self, shared: models.SplitModel, absent: torch.Tensor) -> None:
+        super().__init__()
+        self.shared = shared
+        self.register_buffer("absent", absent, persistent=False)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.shared(batch).masked_fill(self.absent, _NEVER)
+
+
 class MixBoth(MixSmall):
     """Both heads together: the logarithm of the mean of their probabilities."""
 
@@ -172,5 +186,5 @@ class NodeTrainer(Trainer):
     def exportable(self) -> dict[str, nn.Module]:
         fused = _PREDICTORS[self.config.predict](self.fused) if self.config.predict != "fine" else self.fused
         whole: dict[str, nn.Module] = {"fused": fused, "mix-small": MixSmall(self.fused), "single-large": self.fused.private}
-        alone: dict[str, nn.Module] = {"single-small": self.fused.shared}
+        alone: dict[str, nn.Module] = {"single-small": SmallAlone(self.fused.shared, self.fused.absent)}
         return whole | alone if int(self._rounds) else alone | whole
