@@ -93,8 +93,22 @@ class NodeProfile(BaseModel):
                 simulated=simulated > 0,
             )
         except ValidationError as error:
-            lines = [f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg']}" for e in error.errors()]
+            lines = [f"{_as_typed(str(e['loc'][0]))} = {e['input']!r}: {_reason(e)}" for e in error.errors()]
             raise ProfileError("node-config: " + "; ".join(lines) + f"; for example: {EXAMPLE}") from None
+
+
+def _as_typed(field: str) -> str:
+    """Return the key of `node_config` that a field is read from."""
+    return {"node_name": "name", "partition": "partition-id"}.get(field, field.replace("_", "-"))
+
+
+def _reason(issue: Any) -> str:
+    """Return what is wrong with a value; a pattern in words."""
+    if issue["type"] != "string_pattern_mismatch":
+        return str(issue["msg"])
+    if issue["loc"][0] == "device":
+        return "type auto, cpu or cuda"
+    return "type 1 to 64 letters, digits, dots, dashes or underscores, the first a letter or digit"
 
 
 def _share(sources: tuple[str, ...], index: int, nodes: int) -> tuple[str, int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import traceback
 from bisect import bisect_left
 from functools import lru_cache
 from typing import Any
@@ -121,10 +122,15 @@ def from_user(name: str, input_shape: Shape, num_outputs: int, feature_dim: int 
         raise ModelError(
             f"model {name!r}: {module_name!r} cannot be imported here ({error}); install it on this machine, or choose another model"
         ) from error
+    except Exception as error:  # whatever the user's own code raises is told with its place
+        raise ModelError(f"model {name!r}: importing {module_name!r} failed: {_told(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ModelError(f"model {name!r}: {module_name} has no function {function_name!r}{nearest(function_name, dir(module))}")
-    built = function(input_shape, num_outputs, feature_dim)
+    try:
+        built = function(input_shape, num_outputs, feature_dim)
+    except Exception as error:  # as above
+        raise ModelError(f"model {name!r} failed: {_told(error)}") from error
     if not isinstance(built, nn.Module):
         raise ModelError(f"model {name!r} returned {type(built).__name__}; return a SplitModel or a torch.nn.Module")
     if isinstance(built, SplitModel):
@@ -133,6 +139,16 @@ def from_user(name: str, input_shape: Shape, num_outputs: int, feature_dim: int 
         _check_shapes(name, built, input_shape, num_outputs)
         return built
     return _split_user_net(name, built, input_shape, num_outputs, feature_dim)
+
+
+def _told(error: Exception) -> str:
+    """Return the error with the last place in it that is no library's: where the user's own code is at fault."""
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg} ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename and frame.filename != __file__]
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def _split_user_net(name: str, net: nn.Module, input_shape: Shape, num_outputs: int, feature_dim: int | None) -> SplitModel:
@@ -168,7 +184,9 @@ def _run(name: str, net: nn.Module, batch: torch.Tensor, input_shape: Shape) -> 
         with torch.no_grad():
             outputs = net.eval()(batch)
     except _SHAPE_ERRORS as error:
-        raise ModelError(f"model {name!r} cannot take samples of shape {input_shape}: {error}") from error
+        raise ModelError(f"model {name!r} cannot take samples of shape {input_shape}: {_told(error)}") from error
+    except Exception as error:  # a bug in the user's forward
+        raise ModelError(f"model {name!r} failed: {_told(error)}") from error
     finally:
         net.train()
     if not isinstance(outputs, torch.Tensor):

@@ -12,12 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from server_app.resume import CheckpointError
+
+__all__ = ["CheckpointError", "Checkpoints", "write_tensors", "write_text"]
+
 _HEADER = "heterofleet"
 _KEPT = 2
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read or does not fit the run; the message names the file and the difference."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from server_app import cli_compare, cli_deploy, cli_lists, cli_machine
-from server_app.cli_common import Overrides, Stopped, catch_signals, err, explained, literal, out
+from server_app.cli_common import Overrides, Stopped, catch_signals, err, explained, find_own_modules, literal, make_folder, out
 
 if TYPE_CHECKING:
     from server_app.launch import Launch
@@ -24,6 +25,7 @@ def _root() -> None:
 
     Start with [bold]heterofleet simulate[/bold]; every run leaves a report.html in its folder.
     """
+    find_own_modules()
 
 
 def simulate(
@@ -58,6 +60,9 @@ def simulate(
             resume=resume,
             alone=alone,
         )
+        make_folder(launch.out_dir, "--out")
+        for warning in launch.warnings:
+            err.print(f"[yellow]{literal(warning)}[/yellow]", soft_wrap=True)
         if not quiet:
             out.print(f"{launch.nodes} nodes, results in {literal(str(launch.out_dir))}", soft_wrap=True)
         _follow(launch, quiet)
@@ -67,7 +72,6 @@ def _follow(launch: Launch, quiet: bool) -> None:
     from server_app.launch import LaunchError, simulate
     from server_app.progress import Watch
 
-    launch.out_dir.mkdir(parents=True, exist_ok=True)
     before = catch_signals()
     try:
         with Watch(out, quiet) as watch:
@@ -75,7 +79,10 @@ def _follow(launch: Launch, quiet: bool) -> None:
     except KeyboardInterrupt as error:
         _so_far(launch.out_dir)
         number = error.args[0] if isinstance(error, Stopped) else signal.SIGINT
-        err.print(f"stopped; go on with: heterofleet simulate --resume {literal(str(launch.out_dir))}", soft_wrap=True)
+        again = f"go on with: heterofleet simulate --resume {shlex.quote(str(launch.out_dir))}"
+        if not (launch.out_dir / "run.json").is_file():
+            again = "nothing was done yet, the same command starts anew"
+        err.print(f"stopped; {literal(again)}", soft_wrap=True)
         raise typer.Exit(128 + number) from None
     except LaunchError:
         _so_far(launch.out_dir)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shlex
 import signal
+import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -30,12 +35,13 @@ class Stopped(KeyboardInterrupt):
 def explained() -> Iterator[None]:
     """Turn what a user can mend into one line and exit code 2 (settings, data, folders) or 1 (a run that failed)."""
     from server_app.launch import LaunchError
+    from server_app.resume import CheckpointError
     from server_app.rundata import RunFolderError
     from server_app.settings import SettingsError
 
     try:
         yield
-    except (SettingsError, RunFolderError) as error:
+    except (SettingsError, RunFolderError, CheckpointError) as error:
         fail(str(error), 2)
     except LaunchError as error:
         fail(str(error), 1)
@@ -52,6 +58,24 @@ def literal(text: str) -> str:
     from rich.markup import escape
 
     return escape(text)
+
+
+def make_folder(folder: Path, option: str) -> None:
+    """Make the folder if it is missing; raises SettingsError where nothing can be written into it."""
+    from server_app.settings import SettingsError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise SettingsError(f"{option} {shlex.quote(str(folder))} cannot be written: {error.strerror}") from error
+
+
+def find_own_modules() -> None:
+    """Let a `module:function` of the working directory be found, after all that is installed."""
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
 
 
 def catch_signals() -> dict[signal.Signals, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from server_app.cli_common import Overrides, Stopped, catch_signals, err, explained, fail, literal, out
+from server_app.cli_common import Overrides, Stopped, catch_signals, err, explained, fail, literal, make_folder, out
 
 if TYPE_CHECKING:
     from server_app.cases import Comparison
@@ -22,7 +22,12 @@ def add(app: typer.Typer) -> None:
 
 def compare(
     nodes: Annotated[int | None, typer.Option("--nodes", "-n", min=1, help="Simulated nodes (10).")] = None,
-    seeds: Annotated[str, typer.Option(metavar="S,S,...", help="Run seeds; each draws its own split and start (1).")] = "",
+    seeds: Annotated[
+        str,
+        typer.Option(
+            metavar="S,S,...", help="The seeds themselves, each with its own split and start: 1,2,3 is three runs a case, 3 is one (1)."
+        ),
+    ] = "",
     config: Overrides = None,
     case: Annotated[list[str] | None, typer.Option(metavar="'NAME: KEY=VALUE ...'", help="A row; repeat it for more.")] = None,
     search: Annotated[
@@ -46,7 +51,7 @@ def compare(
             plan=plan, nodes=nodes, seeds=seeds, target=target, config=config or [], cases=case or [], search=search or []
         )
         folder = (out_dir or Path("runs") / "compare").expanduser().resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, "--out")
         _run_comparison(made, folder, jobs or os.cpu_count() or 1, quiet)
 
 

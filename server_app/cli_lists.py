@@ -90,14 +90,17 @@ def partition(nodes: Nodes = 10, config: Overrides = None) -> None:
         settings = merged(config or [], {}).settings
         from tasks import DataError
         from tasks.partitions import class_table
+        from tasks.sources import open_source
 
         try:
             counts = class_table(settings, nodes)
+            names = open_source(settings.data.source, settings.data).class_names
         except DataError as error:
             raise SettingsError(str(error)) from error
     width = counts.shape[1]
     title = f"{settings.data.source}, {settings.data.partitioner}, {nodes} nodes: samples of each class"
-    shown = show.table(title, ("node", "model", "all", *map(str, range(width))), numbers=width + 1)
+    heads = names if len(names) == width else map(str, range(width))
+    shown = show.table(title, ("node", "model", "all", *map(literal, heads)), numbers=width + 1)
     kinds = settings.fleet.models
     for index, row in enumerate(counts.tolist()):
         shown.add_row(f"partition-{index}", kinds[index % len(kinds)], str(sum(row)), *(str(value) if value else "·" for value in row))

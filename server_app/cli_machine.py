@@ -19,15 +19,20 @@ def add(app: typer.Typer) -> None:
 
 def doctor(config: Overrides = None, input_shape: Shape = "", classes: Classes = 0) -> None:
     """Say what this machine can carry and which SuperLink a bare `flwr run` would use."""
-    from server_app.doctor import examine
+    from server_app.doctor import Finding, Need, costliest, examine
     from server_app.overrides import merged
+    from server_app.settings import SettingsError
 
     with explained():
         checked = merged(config or [], {})
-        shape, outputs = shape_of(input_shape, classes, checked)
-    settings = checked.settings
+    settings, need, unread = checked.settings, Need("", 0), []
     shared = str(getattr(checked.method, "small_model", ""))
-    findings = examine(settings.fleet.models, shared=shared, input_shape=shape, classes=outputs, batch_size=settings.train.batch_size)
+    try:
+        shape, outputs = shape_of(input_shape, classes, checked)
+        need = costliest(settings.fleet.models, shared=shared, input_shape=shape, classes=outputs, batch_size=settings.train.batch_size)
+    except (SettingsError, ValueError) as error:  # the machine is examined all the same
+        unread = [Finding("data, models", str(error), "workers are counted without the memory of a model")]
+    findings = [*unread, *examine(need)]
     _print_findings({finding.name: (finding.value, finding.advice) for finding in findings})
 
 

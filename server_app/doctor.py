@@ -45,8 +45,13 @@ class Need:
     bytes: int
 
 
-def examine(model_names: Iterable[str], *, shared: str, input_shape: tuple[int, ...], classes: int, batch_size: int) -> list[Finding]:
-    """Return all findings.
+def examine(need: Need) -> list[Finding]:
+    """Return all findings about this machine, given what a node needs; a `need` without a model's name: unknown."""
+    return [*_versions(), *_machine(need), *_flower(), _disk()]
+
+
+def costliest(model_names: Iterable[str], *, shared: str, input_shape: tuple[int, ...], classes: int, batch_size: int) -> Need:
+    """Return the model that takes most memory in training, with that of `shared` beside it.
 
     Args:
         model_names: the fleet's models.
@@ -54,13 +59,10 @@ def examine(model_names: Iterable[str], *, shared: str, input_shape: tuple[int, 
         input_shape: (C, H, W) of a sample.
         classes: outputs of the models.
         batch_size: samples of a training step.
+
+    Raises:
+        ModelError: one cannot be built.
     """
-    need = costliest(model_names, shared=shared, input_shape=input_shape, classes=classes, batch_size=batch_size)
-    return [*_versions(), *_machine(need), *_flower(), _disk()]
-
-
-def costliest(model_names: Iterable[str], *, shared: str, input_shape: tuple[int, ...], classes: int, batch_size: int) -> Need:
-    """Return the model that takes most memory in training, with that of `shared` beside it."""
     from models.cost import summary
 
     def training_bytes(name: str) -> int:
@@ -104,10 +106,10 @@ def _machine(need: Need) -> list[Finding]:
     findings = [
         Finding("CPU", f"{cores} cores, {platform.machine()}"),
         Finding("memory", f"{memory / 1e9:.1f} GB available"),
-        Finding(
-            "largest model", f"{need.model}: {need.bytes / 1e6:.0f} MB in training, besides {WORKER_BYTES / 1e6:.0f} MB of each worker"
-        ),
     ]
+    if need.model:
+        text = f"{need.model}: {need.bytes / 1e6:.0f} MB in training, besides {WORKER_BYTES / 1e6:.0f} MB of each worker"
+        findings.append(Finding("largest model", text))
     if workers < 1:
         return [*findings, Finding("advice", "too little memory for one node", "smaller fleet.models or train.batch-size")]
     if not torch.cuda.is_available():
@@ -203,6 +205,8 @@ def _disk() -> Finding:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     advice = "little room for private state; set HETEROFLEET_HOME or state-dir to another disk" if free < 2e9 else ""
-    if not os.access(existing, os.W_OK):
+    if not existing.is_dir():
+        advice = f"{existing} is not a folder; set HETEROFLEET_HOME to one"
+    elif not os.access(existing, os.W_OK):
         advice = f"{existing} is not writable; set HETEROFLEET_HOME to a folder that is"
     return Finding("state", f"{folder}, {free / 1e9:.1f} GB free", advice)

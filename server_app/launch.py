@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,8 @@ class Launch:
         workers: CPUs handed to Ray; `workers // cpus` nodes work at once.
         app_dir: folder of the Flower app, and working directory of all its processes.
         start_timeout: seconds a run may wait before it starts.
+        modules: folder in which the nodes look for the user's own modules; None: nowhere but where Python does.
+        warnings: what the user should know before it starts.
     """
 
     out_dir: Path
@@ -50,6 +53,8 @@ class Launch:
     workers: int = 0
     app_dir: Path = APP_DIR
     start_timeout: float = 120.0
+    modules: Path | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def simulate(launch: Launch, on_status: Callable[[dict[str, Any]], None] = lambda status: None) -> dict[str, Any]:
@@ -64,10 +69,11 @@ def simulate(launch: Launch, on_status: Callable[[dict[str, Any]], None] = lambd
         KeyboardInterrupt: interrupted; the run and everything it started have been stopped.
     """
     launch.out_dir.mkdir(parents=True, exist_ok=True)
-    (launch.out_dir / "status.json").unlink(missing_ok=True)
+    if not launch.run_config.get("resume"):  # a refused resume leaves what the earlier run says of itself
+        (launch.out_dir / "status.json").unlink(missing_ok=True)
     wanted = {"nodes": launch.nodes, "cpus": launch.cpus, "gpus": launch.gpus, "workers": launch.workers}
     (launch.out_dir / "launch.json").write_text(json.dumps(wanted), encoding="utf-8")
-    with closing_status(launch.out_dir), private_superlink(launch.app_dir) as link:
+    with closing_status(launch.out_dir), private_superlink(launch.app_dir, launch.modules) as link:
         return Follower(launch, link, on_status).follow()
 
 
@@ -110,7 +116,7 @@ class Follower:
 
     def __init__(self, launch: Launch, link: Served, on_status: Callable[[dict[str, Any]], None]) -> None:
         self.launch, self.link, self.on_status = launch, link, on_status
-        self.stamp: tuple[int, int] | None = None
+        self.stamp = _stamp(launch.out_dir)  # of the earlier run's status, where this one goes on
         self.status: dict[str, Any] = {}
 
     def follow(self) -> dict[str, Any]:
@@ -183,11 +189,7 @@ class Follower:
 
     def _report(self) -> dict[str, Any]:
         """Return the newest status, after passing it on if it is new."""
-        try:
-            info = (self.launch.out_dir / "status.json").stat()
-        except FileNotFoundError:
-            return self.status
-        if (stamp := (info.st_mtime_ns, info.st_ino)) != self.stamp:
+        if (stamp := _stamp(self.launch.out_dir)) != self.stamp:
             self.stamp = stamp
             if status := read_status(self.launch.out_dir):
                 self.status = status
@@ -206,7 +208,18 @@ class Follower:
         if result == "completed":
             return f"the app ended without saying that it completed; see {self._log}"
         found = last_error(self._log)
-        return _one_line(found or details or f"Flower says {result!r} without a reason") + f" (more in {self._log})"
+        if details and not re.match(r"[\w.]*(Error|Exception)\b", found):  # the app said it in words, without a traceback
+            found = details.removeprefix("Simulation failed with exception: ")
+        return _one_line(found or f"Flower says {result!r} without a reason") + f" (more in {self._log})"
+
+
+def _stamp(out_dir: Path) -> tuple[int, int] | None:
+    """Return what tells one `status.json` from the next, or None while there is none."""
+    try:
+        info = (out_dir / "status.json").stat()
+    except FileNotFoundError:
+        return None
+    return info.st_mtime_ns, info.st_ino
 
 
 def _one_line(text: str) -> str:

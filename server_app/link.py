@@ -82,11 +82,12 @@ class Link:
 
 
 @contextlib.contextmanager
-def private_superlink(app_dir: Path) -> Iterator[Link]:
+def private_superlink(app_dir: Path, modules: Path | None = None) -> Iterator[Link]:
     """Yield a starting SuperLink; at the end nothing of it is left, neither process nor file.
 
     Args:
         app_dir: working directory of it and of everything it starts. Ray's workers look for code there first.
+        modules: folder in which the user's own modules are looked for too.
 
     Raises:
         LaunchError: no usable folder for temporary files.
@@ -103,7 +104,7 @@ def private_superlink(app_dir: Path) -> Iterator[Link]:
             process = subprocess.Popen(
                 guard + flags,
                 cwd=app_dir,
-                env=environment(home, token),
+                env=environment(home, token, modules),
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
@@ -141,7 +142,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def environment(home: Path, token: str) -> dict[str, str]:
+def environment(home: Path, token: str, modules: Path | None = None) -> dict[str, str]:
     """Return the environment of everything the launch starts."""
     env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}  # never join a cluster found by chance
     scripts = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
@@ -159,6 +160,8 @@ def environment(home: Path, token: str) -> dict[str, str]:
         "NO_PROXY": local,
         "no_proxy": local,
     }
+    if modules is not None:
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(modules)]))
     if len(str(home)) <= _RAY_PATH_LIMIT:
         env["RAY_TMPDIR"] = str(home)
     return env

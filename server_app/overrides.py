@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import strategies
-from server_app.settings import Section, Settings, SettingsError, nearest
+from server_app.settings import MOST, Section, Settings, SettingsError, nearest
 
 Scalar = int | float | str | bool
 APP_DIR = Path(__file__).resolve().parents[1]
@@ -91,6 +91,8 @@ def _typed(key: str, raw: str, default: Scalar) -> Scalar:
         return float(value)
     if not float(value).is_integer():
         raise SettingsError(f"{key} = {raw!r}: type a whole number, like the default {default}")
+    if abs(value) > MOST:
+        raise SettingsError(f"{key} = {raw}: at most {MOST}")
     return int(value)
 
 

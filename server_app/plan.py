@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
 
 from server_app.launch import Launch
-from server_app.overrides import RunConfig, Scalar, merged
-from server_app.settings import SettingsError
+from server_app.overrides import APP_DIR, RunConfig, Scalar, merged, parse_override, read_defaults
+from server_app.resume import check_resume, is_free, read_header
+from server_app.rundata import read_object
+from server_app.settings import NO_TEST, SettingsError
+
+# Settings that may name a path, or a `module:function`, as a source of data.
+_SOURCES = ("data.source", "fleet.data", "fedmuscle.public-source")
 
 
 def plan(
@@ -26,36 +30,82 @@ def plan(
     resume: Path | None,
     alone: bool | None,
 ) -> Launch:
-    """Return what to launch, after every check that needs no data.
+    """Return what to launch, after every check that can be made here; nothing is written but the cache of decoded data.
 
     Raises:
         SettingsError: naming the option or key.
+        CheckpointError: the run cannot be gone on with so.
     """
-    if resume and out_dir and resume.expanduser().resolve() != out_dir.expanduser().resolve():
-        raise SettingsError(f"--resume {resume} goes on in that folder; leave --out away")
-    folder = (resume or out_dir or Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")).expanduser().resolve()
-    base, before = _earlier(folder) if resume else ({}, {})
-    if not resume and (folder / "run.json").exists():
-        raise SettingsError(f"--out {folder} already holds a run; go on with it by --resume {folder}, or name another folder")
+    typed = dict(parse_override(text, read_defaults()) for text in config)
+    folder = _folder(typed, out_dir, resume)
+    header: dict[str, Any] = read_header(folder) if resume else {}
+    if not resume and not is_free(folder):
+        raise SettingsError(
+            f"--out {folder} already holds a run; go on with it by --resume {shlex.quote(str(folder))}, or name another folder"
+        )
     options = {"strategy": strategy, "experiment": experiment, "alone": alone, "resume": str(folder) if resume else None}
     extra: dict[str, Scalar] = {key: value for key, value in options.items() if value is not None}
-    checked = merged(config, {**extra, "out-dir": str(folder)}, base)
-    count = nodes or int(before.get("nodes", 10))
-    if count != int(before.get("nodes", count)):
-        raise SettingsError(f"--nodes {count}, but the run had {before['nodes']}: another number splits the data anew; leave --nodes out")
+    extra |= {key: absolute(typed[key]) for key in _SOURCES if key in typed}
+    if typed.get("state-dir"):
+        extra["state-dir"] = str(Path(str(typed["state-dir"])).expanduser().resolve())
+    checked = merged(config, {**extra, "out-dir": str(folder)}, header.get("run_config"))
+    before = header.get("nodes") or read_object(folder / "launch.json").get("nodes") if resume else None
+    count = nodes or before or 10
+    if resume:
+        check_resume(folder, {**header, "nodes": before} if before else header, checked.flat, count)
     _check_resources(checked, count, cpus, gpus, workers)
-    return Launch(out_dir=folder, run_config=checked.flat, nodes=count, cpus=cpus, gpus=gpus, workers=workers)
+    if not resume:
+        from server_app.preflight import check_fleet  # torch: seconds
+
+        check_fleet(checked, count)
+    return Launch(
+        out_dir=folder,
+        run_config=checked.flat,
+        nodes=count,
+        cpus=cpus,
+        gpus=gpus,
+        workers=workers,
+        modules=own_modules(checked),
+        warnings=() if checked.settings.data.test_fraction else (NO_TEST,),
+    )
 
 
-def _earlier(folder: Path) -> tuple[dict[str, Scalar], dict[str, Any]]:
-    """Return the run config and the launch of an earlier run."""
-    try:
-        base = json.loads((folder / "run.json").read_text(encoding="utf-8"))["run_config"]
-    except (OSError, ValueError, KeyError):
-        raise SettingsError(f"--resume {folder}: no readable run.json in it; name the folder of an earlier run") from None
-    with contextlib.suppress(OSError, ValueError):
-        return base, json.loads((folder / "launch.json").read_text(encoding="utf-8"))
-    return base, {}
+def _folder(typed: dict[str, Scalar], out_dir: Path | None, resume: Path | None) -> Path:
+    """Return the out-dir, absolute."""
+    if typed.get("resume"):
+        raise SettingsError(f"-c resume: type --resume {shlex.quote(str(typed['resume']))}, which takes over the settings too")
+    options = {"--out": out_dir, "-c out-dir": typed.get("out-dir"), "--resume": resume}
+    given = {option: Path(str(path)).expanduser().resolve() for option, path in options.items() if path}
+    if len(set(given.values())) > 1:
+        raise SettingsError(f"{' and '.join(given)} name different folders; keep one of them")
+    return next(iter(given.values()), (Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")).resolve())
+
+
+def absolute(value: Scalar) -> str:
+    """Return a source, or several after commas, with each path that exists here made absolute: the nodes work in another folder."""
+    return ",".join(_absolute(part.strip()) for part in str(value).split(","))
+
+
+def _absolute(text: str) -> str:
+    if not text or text == "embedded":
+        return text
+    path = Path(text).expanduser()
+    return str(path.resolve()) if path.exists() else text
+
+
+def own_modules(checked: RunConfig) -> Path | None:
+    """Return the working directory if a `module:function` of the settings lies in it, else None.
+
+    Only then do the nodes look there: a folder on their path can hide a package of the same name.
+    """
+    names = [*checked.settings.fleet.models, *(str(checked.flat[key]) for key in _SOURCES)]
+    names += [value for value in checked.method.model_dump().values() if isinstance(value, str)]
+    here = Path.cwd()
+    for name in (part.strip() for text in names for part in text.split(",")):
+        module = name.partition(":")[0].partition(".")[0]
+        if ":" in name and here != APP_DIR and module.isidentifier() and ((here / f"{module}.py").is_file() or (here / module).is_dir()):
+            return here
+    return None
 
 
 def _check_resources(checked: RunConfig, nodes: int, cpus: int, gpus: float, workers: int) -> None:

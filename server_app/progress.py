@@ -25,6 +25,8 @@ class Watch:
         self.printed: set[tuple[str, int]] = set()
 
     def __enter__(self) -> Watch:
+        if not self.live and not self.quiet:
+            self.console.print("starting Flower and the nodes; the first round takes about half a minute to come", highlight=False)
         self.progress.start()
         return self
 

@@ -29,10 +29,14 @@ class Recorder:
         self._status: dict[str, Any] = {"state": "running", "reason": "", "num_rounds": num_rounds, "round": 0, "runs": list(runs)}
         self._seconds: list[float] = []
 
-    def enter(self, run: str, server_round: int) -> None:
-        """Start writing for strategy `run`, whose newest complete round is `server_round`; rows of later rounds are removed."""
+    def rewind(self, run: str, server_round: int) -> None:
+        """Remove the rows of strategy `run` after its newest complete round; what is written next is of that strategy."""
         self._run = run
         self._drop_rows_after(run, server_round)
+
+    def enter(self, run: str, server_round: int) -> None:
+        """Go over to strategy `run`, whose newest complete round is `server_round`."""
+        self._run = run
         self.status(run=run, round=server_round)
 
     def status(self, **values: Any) -> None:

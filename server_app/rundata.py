@@ -101,7 +101,7 @@ def read_run(folder: Path) -> RunData:
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file() and not (folder / "status.json").is_file():
         raise RunFolderError(f"{folder} is not a run's folder: it holds neither metrics.jsonl nor status.json")
-    data = RunData(folder, status=_read_object(folder / "status.json"), settings=_read_object(folder / "run.json").get("run_config") or {})
+    data = RunData(folder, status=read_object(folder / "status.json"), settings=read_object(folder / "run.json").get("run_config") or {})
     for row in _rows(metrics, data):
         run, number = str(row.get("run", "")), row.get("round")
         if row.get("kind") == "failure":
@@ -128,9 +128,10 @@ def _rows(path: Path, data: RunData) -> Iterator[Row]:
                 data.skipped += 1
 
 
-def _read_object(path: Path) -> Row:
+def read_object(path: Path) -> Row:
+    """Return the JSON object in a file; empty where there is no such file or it holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

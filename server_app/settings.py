@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 S = TypeVar("S", bound=BaseModel)
+NO_TEST = "data.test-fraction = 0: a node without a test split of its own is not evaluated, and simulated nodes have none"
+MOST = 2**63 - 1  # of whole numbers in Flower's run config
 
 
 class SettingsError(ValueError):
     """A run-config key is unknown or its value is out of range; the message says which and what to type."""
 
 
-def _kebab(name: str) -> str:
+def kebab(name: str) -> str:
+    """Return a field's name as it is typed."""
     return name.replace("_", "-")
 
 
@@ -45,7 +48,7 @@ NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 class Section(BaseModel):
     """Base of every group of settings: frozen, kebab-case keys, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=_kebab, populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=kebab, populate_by_name=True)
 
 
 class FleetSettings(Section):
@@ -106,7 +109,7 @@ class Settings(Section):
     """Everything a run needs, checked before round 1. `method` holds the chosen strategy's own keys, raw."""
 
     strategy: str = "fedmrl"
-    seed: int = Field(1, ge=0)
+    seed: int = Field(1, ge=0, le=MOST)
     num_rounds: int = Field(15, ge=1)
     experiment: str = ""
     out_dir: str = ""
@@ -171,11 +174,27 @@ def _explain(model: type[BaseModel], issue: Any, prefix: str) -> str:
     if not path:  # several keys that do not fit together
         return f"{prefix}*: {issue['msg'].removeprefix('Value error, ')}"
     key = prefix + ".".join(path)
+    if issue["type"] == "literal_error":
+        return _not_a_choice(key, issue["input"], model, issue["loc"])
+    if issue["type"] == "too_short":
+        return f"{key} is empty: name at least {issue['ctx']['min_length']}"
     if issue["type"] != "extra_forbidden":
         return f"{key} = {issue['input']!r}: {issue['msg']}"
-    holder: Any = model
-    for part in path[:-1]:
-        field = holder.model_fields.get(part.replace("-", "_"))
-        holder = field.annotation if field else model
-    names = [_kebab(n) for n in holder.model_fields] if hasattr(holder, "model_fields") else []
+    holder = _holder(model, path[:-1])
+    names = [kebab(n) for n in holder.model_fields] if hasattr(holder, "model_fields") else []
     return f"{key} is not a setting{nearest(path[-1], names)}"
+
+
+def _holder(model: Any, path: list[str]) -> Any:
+    """Return the section that the last key of a path is in."""
+    for part in path:
+        field = model.model_fields.get(part.replace("-", "_"))
+        model = field.annotation if field else model
+    return model
+
+
+def _not_a_choice(key: str, value: Any, model: type[BaseModel], path: tuple[str, ...]) -> str:
+    names = [kebab(str(part)) for part in path]
+    field = _holder(model, names[:-1]).model_fields[names[-1].replace("-", "_")]
+    choices = [str(choice) for choice in get_args(field.annotation)]
+    return f"{key} = {value!r}{nearest(str(value), choices)}; choose one of {', '.join(choices)}"

@@ -105,6 +105,19 @@ class HeteroStrategy(FlowerStrategy):
 
     # The loop ------------------------------------------------------------------------------------------------
 
+    def meet(self, grid: Grid) -> int:
+        """Ask all nodes who they are, leave out those that do not fit, and return how many are simulated (0: real ones).
+
+        Raises:
+            FleetError: too few nodes joined, or too few fit together.
+        """
+        self._grid, self._exchange = grid, Exchange(grid)
+        self._fleet = Fleet(grid, self._exchange, self.settings.fleet, self._describe, report_of)
+        self.summary()
+        self._here = self._fleet.wait(self._failure_of(self.first_round))
+        self._prepare()
+        return self._fleet.partitions
+
     def start(
         self,
         grid: Grid,
@@ -120,10 +133,9 @@ class HeteroStrategy(FlowerStrategy):
         Raises:
             FleetError: too few nodes joined, or a round stayed below the quorum; the last checkpoint is intact.
         """
-        self._grid, self._exchange = grid, Exchange(grid)
-        self._fleet = Fleet(grid, self._exchange, self.settings.fleet, self._describe, report_of)
-        self.summary()
-        self._here = self._fleet.wait(self._failure_of(self.first_round))
+        if not hasattr(self, "_fleet"):
+            self.meet(grid)
+        self._here = self._fleet.wait(self._failure_of(self.first_round))  # some may have come or left since
         result = Result()
         for server_round in range(self.first_round, num_rounds + 1):
             started = time.perf_counter()
@@ -158,14 +170,17 @@ class HeteroStrategy(FlowerStrategy):
 
     def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
         """Return one message for each node sampled for this round, heaviest model first (it would finish last)."""
-        self.prepare(self._here)
-        if len(self._here) < self.settings.fleet.min_nodes:
-            raise FleetError(self._fleet.too_few(len(self._here)))
+        self._prepare()
         self._sampled = self._fleet.sample(self._here, self.settings.seed, server_round)
         self._ledger.begin([node.name for node in self._sampled])
         self.begin_round(server_round, self._sampled)
         heaviest_first = sorted(self._sampled, key=lambda n: -int(n.facts.get("parameters", 0)) * int(n.facts.get("num_train", 1)))
         return [self._message(node, "train", server_round) for node in heaviest_first]
+
+    def _prepare(self) -> None:
+        self.prepare(self._here)
+        if len(self._here) < self.settings.fleet.min_nodes:
+            raise FleetError(self._fleet.too_few(len(self._here)))
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Fold each reply as it comes; return (None, None) below the quorum, else the method's numbers."""

@@ -19,6 +19,7 @@ from strategies.exchange import Exchange
 from strategies.messages import Scalar
 
 _PAUSE = 0.2  # seconds between looks at who has joined
+_GRACE = 10.0  # seconds without a newcomer after which real nodes that were all refused are not waited for any longer
 
 
 class FleetError(RuntimeError):
@@ -76,23 +77,32 @@ class Fleet:
     def wait(self, on_failure: Callable[[str, str], None], *, everyone: bool = True) -> list[Node]:
         """Return the usable nodes once enough are here; waits at most `fleet.join-timeout`.
 
-        Enough is `fleet.min-nodes`, and with `everyone` in simulation each partition, refused or not.
+        Enough is `fleet.min-nodes`, and with `everyone` in simulation each partition, refused or not. Where every node that
+        is connected was refused, the wait ends early: somebody has to mend something first.
 
         Raises:
             FleetError: fewer than `fleet.min-nodes` are usable in time, with the reasons of those that are not.
         """
-        end = time.monotonic() + self.settings.join_timeout
+        newest = time.monotonic()
+        end, seen = newest + self.settings.join_timeout, 0
         while True:
             nodes = self.refresh(on_failure)
             known = len(nodes) + len(self.refused)
+            if known != seen:
+                seen, newest = known, time.monotonic()
             enough = len(nodes) >= self.settings.min_nodes and known >= (self.partitions if everyone else 0)
             hopeless = 0 < self.partitions <= known  # a simulated fleet is complete: nobody else will come
+            hopeless |= time.monotonic() - newest > _GRACE and self._all_refused()
             if enough or hopeless or time.monotonic() >= end:
                 break
             time.sleep(_PAUSE)
         if len(nodes) < self.settings.min_nodes:
             raise FleetError(self.too_few(len(nodes)))
         return nodes
+
+    def _all_refused(self) -> bool:
+        here = set(self.grid.get_node_ids())
+        return bool(here) and here <= self.refused.keys()
 
     def sample(self, nodes: list[Node], seed: int, server_round: int) -> list[Node]:
         """Return ceil-free max(1, round(fraction * N)) nodes, drawn without replacement from (seed, round), sorted by name."""
@@ -134,6 +144,8 @@ class Fleet:
         """Return the message for a run that has only so many usable nodes."""
         wanted, seconds = self.settings.min_nodes, self.settings.join_timeout
         waited = f"of {self.partitions} simulated" if self.partitions else f"after {seconds:g} s (fleet.join-timeout)"
+        if not self.partitions and not self.nodes and self.refused:
+            waited = f"of {len(self.refused)} connected"
         text = f"{usable} usable nodes {waited}, fleet.min-nodes = {wanted} are needed"
         reasons = [f"- {why}" for why in sorted(set(self.refused.values()))[:5]]
         return "\n".join([text, *reasons])

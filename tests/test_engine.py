@@ -201,7 +201,7 @@ def test_too_few_nodes_end_in_time_and_name_the_option(tmp_path):
 
 def test_a_fleet_in_which_nobody_can_work_fails_at_once_with_the_reason(tmp_path):
     with pytest.raises(FleetError, match=r"0 usable nodes of 3 simulated.*\n- .*mlpp"):
-        run(config(tmp_path, fleet__models="mlpp", fleet__join_timeout=60.0), tmp_path / "out")
+        run(config(tmp_path, fleet__models="nowhere:mlpp", fleet__join_timeout=60.0), tmp_path / "out")
 
 
 def test_below_the_quorum_the_round_is_repeated_then_the_run_fails_and_the_checkpoint_stays(tmp_path):

@@ -19,7 +19,7 @@ class NodeTrainer(LocalTrainer):
 
     @property
     def model_name(self) -> str:
-        return self.context.config.model  # type: ignore[attr-defined,no-any-return]
+        return self.context.config.model  # type: ignore[attr-defined]
 
     def private_state(self) -> Tensors:
         return {}

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 import strategies
 from server_app import cli, cli_common, doctor, launch, show
@@ -19,29 +18,10 @@ from server_app.launch import Launch, LaunchError
 from server_app.overrides import merged, parse_override, read_comments, read_defaults
 from server_app.progress import text_of
 from server_app.settings import SettingsError
+from tests.server_app.commands import run
 from tests.server_app.run_folder import two_runs
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Return the list of what was launched; a launch leaves a finished run."""
-    calls: list[Launch] = []
-
-    def simulate(wanted: Launch, on_status: Any) -> dict[str, Any]:
-        calls.append(wanted)
-        two_runs(wanted.out_dir)
-        return {}
-
-    monkeypatch.setattr(launch, "simulate", simulate)
-    monkeypatch.setattr(cli.out, "width", 200)
-    monkeypatch.setattr(cli.err, "width", 200)
-    return calls
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "200"})
 
 
 @pytest.mark.parametrize(
@@ -77,6 +57,15 @@ def test_values_take_the_type_of_the_default(text: str, value: Any) -> None:
         ("train.batch-size=0", "train.batch-size = 0"),
         ("fedmrl.shared-dim=0", "fedmrl.shared-dim = 0"),
         ("strategy=fedmlr", "did you mean 'fedmrl'"),
+        ("seed=9223372036854775808", "seed = 9223372036854775808: at most"),
+        ("fleet.models=cnn1,cnn7", "fleet.models = 'cnn7' is no model (did you mean"),
+        ("fedmrl.small-model=cnn55", "fedmrl.small-model = 'cnn55' is no model (did you mean 'cnn5'?)"),
+        ("fedmrl.shared-dim=3000", "fedmrl.shared-dim = 3000 exceeds"),
+        ("fleet.models=cnn1,torchvision:nothing", "partition-1, model torchvision:nothing: "),
+        ("data.source=./nowhere", "there is no "),
+        ("data.min-samples=2000", "data.min-samples"),
+        ("resume=runs/old", "type --resume runs/old"),
+        ("out-dir=elsewhere", "--out and -c out-dir name different folders"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_starts(launched: list[Launch], tmp_path: Path, text: str, message: str) -> None:

@@ -62,7 +62,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., L
                 pass
 
         @contextlib.contextmanager
-        def private_superlink(app_dir: Path) -> Iterator[link.Link]:
+        def private_superlink(app_dir: Path, modules: Path | None) -> Iterator[link.Link]:
             superlink_log = tmp_path / "superlink.log"
             superlink_log.write_text("OSError: address in use\n", encoding="utf-8")
             yield link.Link(process, 1, superlink_log)  # type: ignore[arg-type]
