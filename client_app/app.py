@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.common.logger import log
+from torch import nn
 
 import strategies
 import tasks
@@ -155,9 +156,10 @@ def export(work: Work) -> RecordDict:
         if work.profile.simulated
         else Path(work.profile.state_dir) / "exports"
     )
-    names = tuple(work.trainer.exportable())
-    names = names if work.settings.export == "all" else names[:1]
-    paths = export_models(work.trainer, folder / work.profile.node_name, names=names, metrics=_evaluate(work))
+    models = work.trainer.exportable()
+    names = tuple(models) if work.settings.export == "all" else tuple(models)[:1]
+    others = {name: _measured(work, models[name]) for name in names[1:]}
+    paths = export_models(work.trainer, folder / work.profile.node_name, names=names, metrics=_evaluate(work), others=others)
     return work.reply(path=str(paths[0]), files=len(paths))
 
 
@@ -180,6 +182,10 @@ def _evaluate(work: Work) -> dict[str, float]:
         val = evaluate(work.task, work.trainer.predict, work.task.val, batch_size=_EVAL_BATCH, device=work.device)
         found |= {"val_samples": count, **{f"val_{name}": value for name, value in val.items()}}
     return found
+
+
+def _measured(work: Work, model: nn.Module) -> dict[str, float]:
+    return evaluate(work.task, model.eval(), work.task.test, batch_size=_EVAL_BATCH, device=work.device)
 
 
 _EVAL_BATCH = 256

@@ -27,7 +27,14 @@ class Deployable(nn.Module):
         return self.model(self._prepare(raw, False, None))
 
 
-def export_models(trainer: Trainer, folder: Path, *, names: tuple[str, ...], metrics: Mapping[str, float]) -> list[Path]:
+def export_models(
+    trainer: Trainer,
+    folder: Path,
+    *,
+    names: tuple[str, ...],
+    metrics: Mapping[str, float],
+    others: Mapping[str, Mapping[str, float]] | None = None,
+) -> list[Path]:
     """Write `<name>.pt2` (torch.export) and `<name>.json` (a card) for each of `names`; return the .pt2 paths.
 
     Use one with `torch.export.load(path).module()(batch)`, batch of any size in the samples' raw dtype.
@@ -37,6 +44,7 @@ def export_models(trainer: Trainer, folder: Path, *, names: tuple[str, ...], met
         folder: made where it is missing; files are replaced atomically.
         names: which of `trainer.exportable()`.
         metrics: of the model the node uses, the first of `exportable()`, for its card.
+        others: of the other models by name, for theirs.
 
     Raises:
         ValueError: an unknown name.
@@ -52,7 +60,8 @@ def export_models(trainer: Trainer, folder: Path, *, names: tuple[str, ...], met
         temporary = path.with_name(f".{os.getpid()}.{path.name}")
         torch.export.save(program, temporary)
         os.replace(temporary, path)
-        card = _card(name, available[name], trainer, dict(metrics) if name == next(iter(available)) else {})
+        measured = metrics if name == next(iter(available)) else (others or {}).get(name, {})
+        card = _card(name, available[name], trainer, dict(measured))
         path.with_suffix(".json").write_text(json.dumps(card, indent=1), encoding="utf-8")
         paths.append(path)
     return paths

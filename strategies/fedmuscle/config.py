@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from server_app.settings import Positive, Section, split_list
+from server_app.settings import Positive, Section, StrList, split_list
 from strategies.fedmuscle.temperatures import FixedSchedule, LinearSchedule, Schedule
 
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(split_list)]
@@ -30,9 +30,13 @@ class Config(Section):
         public_source: the public set, as `data.source`; its labels are not used.
         public_items: at most so many of them, drawn by the seed; 0: all.
         public_batch: B.
+        public_views: `plain` (items as they are), `random` (every node sees its own crop, mirroring and colours of an item).
         contrastive_rate: of AdamW on public batches; its state survives the round.
+        lora_rank: r of LoRA in the extractor's modules that `lora_modules` names; the rest of such an extractor is frozen. 0: off.
+        lora_modules: names of Linears and 1x1 convolutions, whole or their last parts; a node that has none trains all of its model.
         prefixes: sizes at which the representation shall work cut short, in the head (where the model's is wide enough) and in
             the objective; none: off.
+        inner_layers: train an exit after an inner layer, drawn at each local step, too, so that the model works cut in depth.
     """
 
     exchange: Literal["step", "gradient", "round"] = "round"
@@ -49,8 +53,12 @@ class Config(Section):
     public_source: str = Field("embedded", min_length=1)
     public_items: int = Field(5000, ge=0)
     public_batch: int = Field(32, ge=2)
+    public_views: Literal["plain", "random"] = "plain"
     contrastive_rate: Positive = 0.0003
+    lora_rank: int = Field(0, ge=0)
+    lora_modules: StrList = ()
     prefixes: Sizes = ()
+    inner_layers: bool = False
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -62,6 +70,10 @@ class Config(Section):
             raise ValueError(f"public-batch = {self.public_batch} exceeds public-items = {self.public_items}; lower the former")
         if self.objective == "gramian" and self.peers >= self.dim:
             raise ValueError(f"the gramian objective needs peers = {self.peers} below dim = {self.dim}")
+        if bool(self.lora_rank) != bool(self.lora_modules):
+            raise ValueError(
+                f"lora-rank = {self.lora_rank}, lora-modules = {','.join(self.lora_modules)!r}: set both or neither, for example 16 and 'q,v'"
+            )
         if len(set(self.prefixes)) < len(self.prefixes) or max(self.prefixes, default=1) > self.dim:
             raise ValueError(f"prefixes = {','.join(map(str, self.prefixes))}: need different numbers from 1 to dim = {self.dim}")
         if self.prefixes and self.objective in ("pairwise", "gramian"):

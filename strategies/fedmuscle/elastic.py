@@ -113,7 +113,7 @@ def elastic_loss(
     alignment_weight: float = 1.0,
     temperature: float = 0.3,
 ) -> torch.Tensor:
-    """Return the 2DMSE loss: L(last) + L(last[:k]) + w (L(inner) + L(inner[:k])) + lambda alignment.
+    """Return the 2DMSE loss: L(last) + L(last[:k]) + w (L(inner) + L(inner[:k])) + lambda alignment; at k = D the prefixes do not count.
 
     Args:
         inner_BD: representation after the sampled inner layer, through the same projector.
@@ -125,8 +125,9 @@ def elastic_loss(
         temperature: of the alignment.
     """
     (k,) = checked_sizes([size], last_BD.shape[1])
-    outer = loss(last_BD) + loss(last_BD[:, :k])
-    inner = loss(inner_BD) + loss(inner_BD[:, :k])
+    outer, inner = loss(last_BD), loss(inner_BD)
+    if k < last_BD.shape[1]:
+        outer, inner = outer + loss(last_BD[:, :k]), inner + loss(inner_BD[:, :k])
     return outer + inner_weight * inner + alignment_weight * layer_alignment_loss(inner_BD, last_BD, temperature=temperature)
 
 

@@ -6,18 +6,24 @@ from copy import deepcopy
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from client_app.training import channels_last
+from client_app.training import TrainStats, channels_last
+from models import SplitModel
 from strategies.fedmuscle.adam import Adam
 from strategies.fedmuscle.config import Config
-from strategies.fedmuscle.elastic import mrl_e_outputs, nested_head_loss
+from strategies.fedmuscle.depth import Exits
+from strategies.fedmuscle.elastic import elastic_loss, layer_weight, mrl_e_outputs, nested_head_loss, sample_cut
 from strategies.fedmuscle.exchange import Batches, alignment_loss, checked_gradient, pack, unit_rows
+from strategies.fedmuscle.lora import add_lora, folded
 from strategies.fedmuscle.loss import attach
 from strategies.fedmuscle.transport import normalise
 from strategies.fedmuscle.truncate import truncated
+from strategies.fedmuscle.views import random_view
 from strategies.local import trainer as local
 from strategies.messages import Payload, Scalar, Tensors, Update
+from strategies.seeds import generator as generator_of
 from strategies.seeds import seeded
 from strategies.trainer import NodeContext, load_exactly
 from tasks.public import PublicSet, load_public
@@ -42,9 +48,8 @@ class NodeTrainer(local.NodeTrainer):
         self.config = cast(Config, context.config)
         with seeded(context.seed, "projector"):
             self.projector = nn.Linear(self.model.feature_dim, self.config.dim).to(context.device)
+        self._extend()
         self.evaluated = self.model if self.config.exchange == "round" else deepcopy(self.model)
-        if self.config.prefixes and not isinstance(self.model.head, nn.Linear):
-            raise ValueError(f"fedmuscle.prefixes cuts a Linear head, model {context.profile.model!r} ends in {type(self.model.head)}")
         named = [*self.model.extractor.named_parameters(prefix="extractor"), *self.projector.named_parameters(prefix="projector")]
         named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.adam = Adam(named, rate=self.config.contrastive_rate, weight_decay=context.settings.train.weight_decay)
@@ -66,7 +71,7 @@ class NodeTrainer(local.NodeTrainer):
         return self._public
 
     def describe(self) -> dict[str, Scalar]:
-        facts: dict[str, Scalar] = {**super().describe(), "feature_dim": self.model.feature_dim}
+        facts: dict[str, Scalar] = {**super().describe(), "feature_dim": self.model.feature_dim, "lora_modules": self._adapted}
         if self.config.objective == "none":
             return facts
         return {**facts, "public_manifest": self.public.manifest, "public_items": len(self.public)}
@@ -84,7 +89,14 @@ class NodeTrainer(local.NodeTrainer):
             load_exactly(self.evaluated, _below("evaluated", state))
         self.adam.load(_below("adam", state))
 
+    def fit(self, generator: torch.Generator) -> TrainStats:
+        # Of its own, so that the order of the samples is that of a run without inner layers.
+        self._cuts = generator_of(generator.initial_seed(), "cuts")
+        return super().fit(generator)
+
     def loss(self, batch: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self._exits is not None:
+            return self._loss_of_a_cut(self._exits, batch, targets)
         if not self.config.prefixes:
             return super().loss(batch, targets)
         head = cast(nn.Linear, self.model.head)
@@ -103,7 +115,7 @@ class NodeTrainer(local.NodeTrainer):
     def exchange(self, payload: Payload, generator: torch.Generator) -> Update:
         batches = self._batches(payload)
         (index_B,) = batches.indices
-        rep_BD = self._represent(index_B)
+        rep_BD = self._represent(index_B, batches.server_round, batches.step)
         if self.config.exchange == "gradient":
             gradient_BD = checked_gradient(payload, (len(index_B), self.config.dim)).to(rep_BD.device)
             loss = attach(rep_BD, torch.tensor(float(payload.settings["loss"]), device=rep_BD.device), gradient_BD)
@@ -121,8 +133,53 @@ class NodeTrainer(local.NodeTrainer):
         return self.evaluated(batch)
 
     def exportable(self) -> dict[str, nn.Module]:
-        sizes = [k for k in self._head_sizes() if k < self.model.feature_dim] if self.config.prefixes else []
-        return {"model": self.evaluated, **{f"dims-{k}": truncated(self.evaluated, k) for k in sizes}}
+        """Return the model, and cut: `dims-k` to prefixes of the representation, `layers-n` to first layers, and to both."""
+        whole = self._without_extras()
+        found: dict[str, nn.Module] = {"model": whole}
+        found |= {f"dims-{k}": truncated(whole, k) for k in self._narrower()}
+        if self._exits is not None:
+            for layer in range(self._exits.num_layers - 1, 0, -1):
+                cut = cast(Exits, self.evaluated.exits).cut(whole, layer)
+                found[f"layers-{layer}"] = cut
+                found |= {f"layers-{layer}-dims-{k}": truncated(cut, k) for k in self._narrower()}
+        return found
+
+    @property
+    def _exits(self) -> Exits | None:
+        return cast(Exits, self.model.exits) if self.config.inner_layers else None
+
+    def _extend(self) -> None:
+        """Give the model what the settings ask for: LoRA factors, and exits, which are trained and kept with it."""
+        config, context = self.config, self.context
+        if (config.prefixes or config.inner_layers) and not isinstance(self.model.head, nn.Linear):
+            raise ValueError(
+                f"fedmuscle.prefixes and inner-layers cut a Linear head, model {context.profile.model!r} ends in {type(self.model.head)}"
+            )
+        with seeded(context.seed, "extras"):
+            self._adapted = add_lora(self.model, config.lora_rank, config.lora_modules) if config.lora_rank else 0
+            if config.inner_layers:
+                self.model.add_module("exits", Exits(self.model))
+
+    def _without_extras(self) -> SplitModel:
+        if not self._adapted and self._exits is None:
+            return self.evaluated
+        whole = folded(self.evaluated)
+        if self._exits is not None:
+            del whole.exits
+        return whole
+
+    def _loss_of_a_cut(self, exits: Exits, batch: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        head = cast(nn.Linear, self.model.head)
+        layer, size = sample_cut(exits.num_layers, self._narrower() or [self.model.feature_dim], self._cuts)
+        inner_BD, last_BD = exits(self.model, layer + 1, batch)
+
+        def scored(rep: torch.Tensor) -> torch.Tensor:
+            return self.context.task.loss(F.linear(rep, head.weight[:, : rep.shape[1]], head.bias), targets)
+
+        return elastic_loss(inner_BD, last_BD, size, scored, inner_weight=layer_weight(layer, exits.num_layers))
+
+    def _narrower(self) -> list[int]:
+        return [k for k in self._head_sizes() if k < self.model.feature_dim]
 
     def _head_sizes(self) -> list[int]:
         width = self.model.feature_dim
@@ -134,25 +191,31 @@ class NodeTrainer(local.NodeTrainer):
         peers = self._peers(payload, batches)
         losses = []
         for step, index_B in enumerate(batches.indices):
-            loss = alignment_loss(self.config, self._represent(index_B), [rows_SBD[step] for rows_SBD in peers], generator)
+            anchor_BD = self._represent(index_B, batches.server_round, step)
+            loss = alignment_loss(self.config, anchor_BD, [rows_SBD[step] for rows_SBD in peers], generator)
             self.adam.step(loss)
             losses.append(float(loss.detach()))
         return {"contrastive_loss": sum(losses) / len(losses), "peers": float(len(peers))}
 
-    def _represent(self, index_B: torch.Tensor) -> torch.Tensor:
-        """Return unit rows (B, D) of public items.
+    def _represent(self, index_B: torch.Tensor, server_round: int, step: int) -> torch.Tensor:
+        """Return unit rows (B, D) of public items, of the view that this node has of them at that step.
 
         In evaluation mode: public items must not move running statistics, and the anchor must be what was uploaded.
         """
         self.model.eval()
-        raw = self.public.batch(index_B).to(self.context.device)
+        raw = self.public.batch(index_B)
+        if self.config.public_views == "random":
+            node, seed = self.context.profile.node_name, self.context.settings.seed
+            raw = random_view(raw, generator_of(seed, node, server_round, step, "view"))
+        raw = raw.to(self.context.device)
         features = self.model.features(channels_last(self.context.task.prepare(raw, False, None)))
         return normalise(self.projector(features.to(self.projector.weight.dtype)))[0]
 
     @torch.no_grad()
     def _upload(self, server_round: int, step: int = 0) -> Tensors:
         batches = self._at(server_round, step)
-        return pack(torch.stack([self._represent(index_B) for index_B in batches.indices]), batches, self.config.transport)
+        rows = [self._represent(index_B, server_round, step + s) for s, index_B in enumerate(batches.indices)]
+        return pack(torch.stack(rows), batches, self.config.transport)
 
     def _peers(self, payload: Payload, batches: Batches) -> list[torch.Tensor]:
         found = []
