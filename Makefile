@@ -14,8 +14,8 @@ PIP_ARGS ?=
 TORCH_ARGS ?=
 ARGS ?=
 
-# Few samples a node and half of them for testing: where joining pays. The FedMRL settings are those of benchmarks/RESULTS.md.
-DEMO := -c data.test-fraction=0.5 -c fedmrl.projector-start=split -c fedmrl.own-weight=1.0 -c fedmrl.predict=both
+# Few samples a node and half of them for testing: where joining pays.
+DEMO := -c data.test-fraction=0.5
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS)

@@ -37,14 +37,14 @@ class Config(Section):
     shared_dim: int = Field(100, ge=1)
     shared_weight: NonNegative = 1.0
     private_weight: NonNegative = 1.0
-    projector_start: Literal["random", "shared", "aligned", "split"] = "split"
+    projector_start: Literal["random", "shared", "aligned", "split"] = "aligned"
     shared_rate: NonNegative = 0.0
     private_rate: NonNegative = 0.0
     projector_rate: NonNegative = 0.0
     warmup_rounds: int = Field(0, ge=0)
     own_weight: NonNegative = 1.0
     masked_loss: bool = True
-    predict: Literal["fine", "both", "all"] = "both"
+    predict: Literal["fine", "both", "all"] = "all"
     normalize: bool = False
     weighting: Literal["samples", "uniform"] = "samples"
 
