@@ -18,15 +18,16 @@ from torch import nn
 import strategies
 import tasks
 from client_app.export import export_models
-from client_app.profile import NodeProfile, home, simulated_partitions
+from client_app.profile import NodeProfile, ProfileError, home, simulated_partitions
 from client_app.protocol import APP_DIR, PAYLOAD, REPORT, Order, check_code, failure, fingerprint
 from client_app.store import PrivateStore
 from client_app.training import evaluate
+from models import ModelError
 from server_app.settings import Settings
 from strategies.messages import Payload, Scalar, decode, decode_parts, encode
 from strategies.seeds import derive_seed, generator, seeded
 from strategies.trainer import NodeContext, Trainer
-from tasks import Task
+from tasks import DataError, Task
 
 Handler = Callable[["Work"], RecordDict]
 
@@ -169,8 +170,9 @@ def run(handler: Handler, message: Message, context: Context) -> Message:
     try:
         content = handler(Work(message, context))
     except Exception as error:  # whatever a node's data, model or disk raises is reported, not fatal
-        log(ERROR, "node %s: %s", node, traceback.format_exc())
         reason = str(error) if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: {error}"
+        told = isinstance(error, (ModelError, DataError, ProfileError))  # what is to be mended is in the words, not in our code
+        log(ERROR, "node %s: %s", node, reason if told else traceback.format_exc())
         content = failure(node, reason, simulated_partitions(context.node_config))
     return Message(content, reply_to=message)
 

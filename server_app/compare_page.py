@@ -5,14 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from server_app.cases import BASELINES
 from server_app.page import document, duration, percent, picture, points, size, table
 from server_app.plots import ALONE, INK, MORE, TOGETHER, Image, new_figure, percent_axis, round_axis, to_png, use_writable_cache
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Row = Mapping[str, Any]
 
@@ -157,18 +154,10 @@ def _bars(result: Row) -> Image | None:
     axes.scatter([row["worst"] or 0.0 for row in rows], places, marker="|", s=160, color="white", zorder=3)
     axes.set_yticks(places, [row["case"] for row in rows], fontsize=11)
     axes.invert_yaxis()
-    _percent_below(axes)
+    percent_axis(axes, "x")
     axes.set_xlabel("mean test accuracy of the nodes; line: lowest to highest seed; white mark: worst node", fontsize=10)
     told = "; ".join(f"{row['case']} {row['mean']:.1%}" for row in rows)
     return Image("cases", "Last round", f"Bars of the mean accuracy of each case: {told}.", to_png(figure))
-
-
-def _percent_below(axes: Axes) -> None:
-    from matplotlib.ticker import PercentFormatter
-
-    axes.grid(visible=False, axis="y")
-    axes.grid(axis="x", color="#e3e7eb")
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
 def _curves(result: Row) -> Image | None:

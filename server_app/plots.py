@@ -80,11 +80,13 @@ def _colors(runs: list[str], main: str) -> dict[str, str]:
     return {run: TOGETHER if run == main else ALONE if run == "local" else next(rest) for run in runs}
 
 
-def percent_axis(axes: Axes) -> None:
-    """Let the vertical axis show fractions as percent."""
+def percent_axis(axes: Axes, which: str = "y") -> None:
+    """Let the axis "x" or "y", and only that one, have a grid and show fractions as percent."""
     from matplotlib.ticker import PercentFormatter
 
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.grid(visible=False)
+    axes.grid(axis=which, color=GRID)  # type: ignore[arg-type]
+    getattr(axes, f"{which}axis").set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
 def round_axis(axes: Axes) -> None:
