@@ -72,7 +72,7 @@ class Config(Section):
             raise ValueError(f"the gramian objective needs peers = {self.peers} below dim = {self.dim}")
         if bool(self.lora_rank) != bool(self.lora_modules):
             raise ValueError(
-                f"lora-rank = {self.lora_rank}, lora-modules = {','.join(self.lora_modules)!r}: set both or neither, for example 16 and 'q,v'"
+                f"lora-rank = {self.lora_rank}, lora-modules = {','.join(self.lora_modules)!r}: set both or neither, as 16 and 'q,v'"
             )
         if len(set(self.prefixes)) < len(self.prefixes) or max(self.prefixes, default=1) > self.dim:
             raise ValueError(f"prefixes = {','.join(map(str, self.prefixes))}: need different numbers from 1 to dim = {self.dim}")

@@ -37,7 +37,7 @@ class Batches:
         server_round: 1-based.
         step: 0-based, of the first batch.
         indices: (S, B) int64, into the public set.
-        digest: SHA-256 of the public set's manifest and the indices: equal on two nodes exactly if row i is the same item.
+        digest: `public.batch_digest`: equal on two nodes exactly if row i is the same item.
     """
 
     server_round: int
@@ -64,7 +64,7 @@ def layout(config: Config, batches: int) -> Tensors:
     return {
         "rows": torch.empty(batches, config.public_batch, config.dim, dtype=_DTYPES[config.transport]),
         "tag": torch.empty(2, dtype=torch.int64),
-        "digest": torch.empty(32, dtype=torch.uint8),
+        "digest": torch.empty(16, dtype=torch.uint8),
     }
 
 

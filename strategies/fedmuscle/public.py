@@ -42,10 +42,13 @@ def public_indices(seed: int, server_round: int, step: int, *, num_items: int, b
 
 
 def batch_digest(manifest: str, indices: torch.Tensor) -> str:
-    """Return the SHA-256 of a public set's manifest (see `tasks.public`) and a batch's indices, in order."""
+    """Return the first half of the SHA-256 of a public set's manifest (see `tasks.public`) and a batch's indices, in order, as hex.
+
+    Half of it tells mistakes apart as well, and every message of an exchange carries it.
+    """
     digest = hashlib.sha256(f"{len(manifest)}:{manifest}".encode())
     digest.update(indices.cpu().numpy().astype("<i8").tobytes())
-    return digest.hexdigest()
+    return digest.hexdigest()[:32]
 
 
 def choose_peers(node: str, present: Iterable[str], *, count: int, seed: int, server_round: int, step: int) -> tuple[str, ...]:

@@ -106,7 +106,8 @@ def test_an_export_lists_every_size_with_its_measured_accuracy(tmp_path):
     folder = Path(json.loads((tmp_path / "out/exports.json").read_text())["partition-0"]).parent
     cards = {p.stem: json.loads(p.read_text()) for p in folder.glob("*.json")}
     assert cards.keys() == {"model", "dims-8", "layers-1", "layers-1-dims-8"} == {p.stem for p in folder.glob("*.pt2")}
-    assert cards["layers-1-dims-8"]["parameters"] < min(cards["layers-1"]["parameters"], cards["dims-8"]["parameters"])
+    # 64 -> 256, the exit's 256 -> 8, 8 -> 3; mlp's own second layer is as large as the exit
+    assert cards["layers-1-dims-8"]["parameters"] == (64 + 1) * 256 + (256 + 1) * 8 + (8 + 1) * 3 < cards["layers-1"]["parameters"]
     whole = next(r["accuracy"] for r in reversed(rows(tmp_path / "out", "node")) if r["node"] == "partition-0")
     assert cards["model"]["metrics"]["accuracy"] == pytest.approx(whole)
     assert all(0.6 < card["metrics"]["accuracy"] <= 1.0 for card in cards.values()), {n: c["metrics"] for n, c in cards.items()}

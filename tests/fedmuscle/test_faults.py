@@ -46,6 +46,25 @@ def test_a_node_lost_in_mid_exchange_ends_neither_round_nor_run_and_comes_back(t
     assert [r["replied"] for r in rows(tmp_path / "out", "round")] == [4, 4]
 
 
+def test_with_one_exchange_a_round_a_lost_node_is_nobodys_peer_in_the_next_and_comes_back(tmp_path):
+    settings = muscle(tmp_path, num_rounds=3)
+    the_grid = grid(settings, 4)
+    lost = []
+
+    def lose(kind, node, content):
+        if kind == "train" and node == 1001 and not lost:
+            lost.append(node)
+            return None
+        return content
+
+    the_grid.tamper = lose
+    run(settings, tmp_path / "out", the_grid)
+    assert failures(tmp_path / "out") == [(1, "partition-1", "train")]
+    met = [len(decode_parts(c)) for kind, _, c in sorted(the_grid.sent[4:], key=lambda sent: sent[1]) if kind == "train"]
+    assert [met[i : i + 3] for i in range(0, 12, 3)] == [[0, 2, 3], [0, 3, 3], [0, 2, 3], [0, 2, 3]]
+    assert [r["replied"] for r in rows(tmp_path / "out", "round")] == [3, 4, 4]
+
+
 def test_a_silent_node_is_waited_for_once(tmp_path):
     settings = muscle(tmp_path, fedmuscle__exchange="step", num_rounds=1, fleet__round_timeout=0.4)
     the_grid = grid(settings, 3)
