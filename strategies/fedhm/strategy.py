@@ -20,7 +20,7 @@ from server_app.settings import Section, Settings
 from strategies.averaging import AveragingStrategy
 from strategies.engine import Journal
 from strategies.fedhm.config import Config
-from strategies.fedhm.decompose import Factors
+from strategies.fedhm.decompose import Factors, squared_norm
 from strategies.fedhm.hybrid import state_of
 from strategies.fedhm.lowrank import matrix_size
 from strategies.fedhm.merge import Merger, Stack
@@ -145,7 +145,8 @@ class Strategy(AveragingStrategy):
             self._merger.fold(own, Tier(1.0, []).plan(self.model, self.theta), self._own_alpha * mean)
         merged = self._merger.result()
         del self._merger  # it holds the old model
-        moved = sum(float((merged.state[n].double() - t.double()).square().sum()) for n, t in self.theta.items() if t.is_floating_point())
+        # Differences in float32: three copies in float64 of the largest layer were more than the new model.
+        moved = sum(squared_norm(merged.state[n] - t) for n, t in self.theta.items() if t.is_floating_point())
         self.theta, self._payloads = merged.state, {}
         started = time.perf_counter()
         self._decompose(merged.stacks)

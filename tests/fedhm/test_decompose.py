@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from strategies.fedhm.decompose import full_svd, gram_svd, pack, squared_norm, stacked_svd, warm_svd
+from strategies.fedhm.decompose import _leading_gains, full_svd, gram_svd, pack, squared_norm, stacked_svd, warm_svd
 from strategies.fedhm.rank_metrics import effective_rank, energy_beyond, stable_rank
 
 
@@ -67,6 +67,43 @@ def test_warm_start_is_within_its_tolerance(drift, power):
         factors = pack(triple, 24, 1.0)
         for rank in (4, 12, 24):
             assert _excess(moved, factors, s, rank) < bound
+
+
+def test_what_later_half_steps_gain_is_told_from_the_last_one():
+    """Directions 1 and 2 of diag(4, 2, 1, 1) tilted towards the fourth, in float64: to first order the rest is known."""
+    a, tilt = torch.diag(torch.tensor([4.0, 2.0, 1.0, 1.0], dtype=torch.float64)), 1e-4
+    basis = torch.eye(4, 3, dtype=torch.float64)
+    basis[3, :2] = tilt
+    basis = torch.linalg.qr(basis)[0]
+    new, core = torch.linalg.qr(a @ basis)
+    z = a.mT @ new
+    gained, later = _leading_gains(z - basis @ core.mT, core, 2)
+    # A tilt costs (sigma_i^2 - 1) times its square, and the square falls to 1/16 and 1/4 in a half step.
+    after = tilt**2 * (15 / 16 + 3 / 4)
+    assert float(later) == pytest.approx(after, rel=1e-3)
+    assert float(gained) == pytest.approx(tilt**2 * (15 + 3) - after, rel=1e-3)
+    assert 16 + 4 + 1 - float(z.square().sum()) == pytest.approx(after, rel=1e-3)
+
+
+@pytest.mark.parametrize("tiers", [(48, 24, 12), (32, 16, 8)])
+def test_after_an_ordinary_round_two_half_steps_are_enough(tiers, monkeypatch):
+    """An average of truncations and a little learning: what the spectra of real rounds look like."""
+    g = torch.Generator().manual_seed(11)
+    weight = torch.randn(144, 144, generator=g)
+    for _ in range(3):
+        before = weight
+        factors = pack(full_svd(before), tiers[0], 1.0)
+        moved = [[x + 0.2 * x.norm() / x.numel() ** 0.5 * torch.randn(x.shape, generator=g) for x in factors.prefix(r)] for r in tiers]
+        weight = sum(ut.mT @ vt for ut, vt in moved) / len(tiers)
+    basis = full_svd(before)[2][:, : tiers[0] + 16]
+    sizes, qr = [], torch.linalg.qr
+    monkeypatch.setattr(torch.linalg, "qr", lambda x: (sizes.append(x.shape), qr(x))[1])
+    triple, converged = warm_svd(weight, basis, tiers[0], 0.02)
+    assert converged
+    assert len(sizes) == 1 + 2
+    s = torch.linalg.svdvals(weight.double())
+    for rank in tiers:
+        assert _excess(weight.double(), pack(triple, tiers[0], 1.0), s, rank) < 0.02
 
 
 def test_warm_start_reports_when_it_did_not_converge():

@@ -9,7 +9,7 @@ import torch
 import strategies
 from strategies.fedhm.config import Config
 from strategies.fedhm.tiers import Tier, drawn_ratio
-from strategies.messages import decode
+from strategies.messages import decode, encode
 from tests.fedhm.whole import GROUPED, config, full, node, payloads, ratios_by_round, same, updates
 from tests.fleet_fixture import defaults, grid, rows, run
 
@@ -91,6 +91,27 @@ def test_a_round_without_the_largest_tier(tmp_path):
     parts = [(math.exp(1.0), before), (math.exp(0.25), replies[1001]["head.weight"]), (math.exp(0.125), replies[1002]["head.weight"])]
     expected = sum(w * t.double() for w, t in parts) / sum(w for w, _ in parts)
     torch.testing.assert_close(full(tmp_path / "history")["head.weight"].double(), expected, rtol=0, atol=1e-6)
+
+
+def test_a_reply_with_nan_in_a_factor_is_left_out_by_name_and_reaches_no_tier(tmp_path):
+    """The round ends with the bits of one in which that reply was lost."""
+    settings = config(tmp_path, num_rounds=2)
+    run(settings, tmp_path / "lost", lost(settings, 1))
+    broken = grid(settings)
+
+    def tamper(kind, who, content):
+        if kind == "train" and who == 1001:
+            tensors = decode(content)
+            tensors[f"{CUT}.vt"][3, 5] = float("nan")
+            content.update(encode(tensors))
+        return content
+
+    broken.tamper = tamper
+    run(settings, tmp_path / "broken", broken)
+    assert same(full(tmp_path / "lost"), full(tmp_path / "broken"))
+    failures = rows(tmp_path / "broken", "failure")
+    assert [(f["node"], f["phase"]) for f in failures] == [("partition-1", "train")] * 2
+    assert all(f"{CUT}.vt holds NaN" in f["reason"] for f in failures)
 
 
 def test_history_is_not_used_where_the_largest_tier_replied(tmp_path):
