@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from server_app.cli_common import Overrides, Stopped, catch_signals, err, explained, literal, out
+from server_app.cli_common import Overrides, Stopped, catch_signals, err, explained, literal, make_folder, out
 
 if TYPE_CHECKING:
     from server_app.deploy_run import Cost, Plan
@@ -33,6 +33,9 @@ def deploy_local(
         from server_app.deploy_run import plan_deployment
 
         plan = plan_deployment(nodes=nodes, strategy=strategy, rounds=rounds, config=config or [], secure=not insecure, out_dir=out_dir)
+        make_folder(plan.out_dir, "--out")
+        for warning in plan.launch.warnings:
+            err.print(f"[yellow]{literal(warning)}[/yellow]", soft_wrap=True)
         if not quiet:
             how = "plain HTTP" if insecure else "TLS and registered keys"
             out.print(f"{nodes} nodes on loopback, {how}, results in {literal(str(plan.out_dir))}", soft_wrap=True)

@@ -39,8 +39,8 @@ class Deployment:
         processes: the SuperLink and the nodes that should be running, by name.
     """
 
-    def __init__(self, folder: Path, logs: Path, *, secure: bool, app_dir: Path) -> None:
-        self.folder, self.logs, self.secure, self.app_dir = folder, logs, secure, app_dir
+    def __init__(self, folder: Path, logs: Path, *, secure: bool, app_dir: Path, modules: Path | None) -> None:
+        self.folder, self.logs, self.secure, self.app_dir, self.modules = folder, logs, secure, app_dir, modules
         self.port, self.token = free_port(), secrets.token_hex(8)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -152,7 +152,7 @@ class Deployment:
 
     def _start(self, name: str, command: list[str]) -> None:
         home = self.home(name)
-        env = environment(home, self._mark(name))
+        env = environment(home, self._mark(name), self.modules) | {"TMPDIR": str(home)}
         if name != SERVER:
             env["HETEROFLEET_HOME"] = str(home / "heterofleet")
         with self.log(name).open("ab") as stream:
@@ -169,7 +169,7 @@ class Deployment:
 
 
 @contextlib.contextmanager
-def deployment(logs: Path, *, keys: int, secure: bool = True, app_dir: Path = APP_DIR) -> Iterator[Deployment]:
+def deployment(logs: Path, *, keys: int, secure: bool = True, app_dir: Path = APP_DIR, modules: Path | None = None) -> Iterator[Deployment]:
     """Yield a deployment in which nothing runs yet; at the end nothing of it is left but its logs.
 
     Args:
@@ -177,6 +177,7 @@ def deployment(logs: Path, *, keys: int, secure: bool = True, app_dir: Path = AP
         keys: node keys to make, in `certs/node-1` and so on.
         secure: TLS and node authentication.
         app_dir: of the app; working directory of the server.
+        modules: folder in which the user's own modules are looked for too.
 
     Raises:
         LaunchError: Flower cannot work in the folder for temporary files.
@@ -187,7 +188,7 @@ def deployment(logs: Path, *, keys: int, secure: bool = True, app_dir: Path = AP
         if "," in str(folder):
             raise LaunchError(f"Flower cannot install an app under {folder}: set TMPDIR to a folder without a comma in its path")
         logs.mkdir(parents=True, exist_ok=True)
-        made = Deployment(folder, logs, secure=secure, app_dir=app_dir)
+        made = Deployment(folder, logs, secure=secure, app_dir=app_dir, modules=modules)
         watch = [sys.executable, "-P", str(Path(processes.__file__)), str(os.getpid()), str(folder), "watch", made.token]
         guard = subprocess.Popen(watch, stdin=subprocess.DEVNULL, start_new_session=True)
         if secure:

@@ -3,38 +3,42 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from client_app.profile import NodeProfile
 from server_app.settings import Settings, SettingsError
 from tasks import DataError
 from tasks.partitions import partition_indices
 from tasks.sources import Source, open_source
 
 
-def write_shards(settings: Settings, paths: list[Path]) -> int:
-    """Write the partitions of `data.source` as parquet files, one a path, and return the classes of the whole source.
+def write_shards(settings: Settings, simulated: Sequence[NodeProfile], paths: Sequence[Path]) -> int:
+    """Write the share that each simulated node would have as a parquet file, and return the classes of the whole federation.
 
-    The split is the one `heterofleet simulate` makes for as many nodes; the common test set stays with the server.
+    The common test set stays with the server.
 
     Raises:
-        SettingsError: the source cannot be read, split or written as a table.
+        SettingsError: a source cannot be read, divided or written as a table.
     """
-    try:
-        source = open_source(settings.data.source, settings.data)
-        parts = partition_indices(source, settings, len(paths))
-    except DataError as error:
-        raise SettingsError(str(error)) from error
-    if len(source.input_shape) == 3 and source.inputs.dtype != np.uint8:
-        raise SettingsError(
-            f"data.source = {settings.data.source!r} holds arrays of shape {source.input_shape}; a deployment on one machine writes each "
-            "node's share as pictures or vectors, so choose a source of those"
-        )
-    for path, positions in zip(paths, parts, strict=True):
-        _write(source, positions, settings, path)
-    return settings.data.num_classes or source.num_classes
+    classes = settings.data.num_classes
+    for profile, path in zip(simulated, paths, strict=True):
+        try:
+            source = open_source(profile.data or settings.data.source, settings.data)
+            part = partition_indices(source, settings, profile.num_partitions or 1)[profile.partition or 0]
+        except DataError as error:
+            raise SettingsError(str(error)) from error
+        if len(source.input_shape) == 3 and source.inputs.dtype != np.uint8:
+            raise SettingsError(
+                f"{source.name} holds arrays of shape {source.input_shape}; a deployment on one machine writes each node's share as "
+                "pictures or vectors, so choose a source of those"
+            )
+        _write(source, part, settings, path)
+        classes = classes or source.num_classes
+    return classes
 
 
 def _write(source: Source, positions: np.ndarray, settings: Settings, path: Path) -> None:

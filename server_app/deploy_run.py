@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from client_app.profile import NodeProfile
 from server_app.deploy import Deployment, deployment
 from server_app.launch import Follower, Launch, closing_status
 from server_app.overrides import RunConfig, Scalar, merged
+from server_app.plan import plan
 from server_app.rundata import RunData, read_run
 from server_app.settings import SettingsError
 
@@ -23,15 +24,20 @@ class Plan:
 
     Attributes:
         config: the whole run config.
-        out_dir: absolute; gets the results, `logs/` and `nodes/<name>/state`.
+        launch: what `heterofleet simulate` would launch: the folder, the user's own modules, warnings.
         names: of the nodes.
         secure: TLS and registered keys.
     """
 
     config: RunConfig
-    out_dir: Path
+    launch: Launch
     names: tuple[str, ...]
     secure: bool
+
+    @property
+    def out_dir(self) -> Path:
+        """Absolute; gets the results, `logs/` and `nodes/<name>/`."""
+        return self.launch.out_dir
 
 
 @dataclass(frozen=True)
@@ -53,26 +59,30 @@ class Cost:
 
 
 def plan_deployment(*, nodes: int, strategy: str | None, rounds: int | None, config: list[str], secure: bool, out_dir: Path | None) -> Plan:
-    """Return what to deploy.
+    """Return what to deploy, after the checks that `heterofleet simulate` makes for as many nodes.
 
     Raises:
         SettingsError: naming the option or key.
     """
-    folder = (out_dir or Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")).expanduser().resolve()
-    if (folder / "run.json").exists():
-        raise SettingsError(f"--out {folder} already holds a run; name another folder")
-    options = {"strategy": strategy, "num-rounds": rounds}
-    typed: dict[str, Scalar] = {key: value for key, value in options.items() if value is not None}
-    first = [f"num-rounds={_ROUNDS}", "alone=false", f"fleet.min-nodes={nodes}"]
-    checked = merged([*first, *config], {**typed, "out-dir": str(folder)})
-    if checked.settings.resume:
-        raise SettingsError("resume is for runs whose nodes still have their state; deploy-local starts new ones: leave it out")
-    if checked.settings.fleet.min_nodes > nodes:
-        raise SettingsError(f"fleet.min-nodes = {checked.settings.fleet.min_nodes}, but --nodes {nodes}: round 1 would never begin")
-    return Plan(checked, folder, tuple(f"node-{number}" for number in range(1, nodes + 1)), secure)
+    if any(text.partition("=")[0].strip() == "resume" for text in config):
+        raise SettingsError("resume is for nodes that still have their state; deploy-local starts new ones: leave it out")
+    first, last = [f"num-rounds={_ROUNDS}", "alone=false", f"fleet.min-nodes={nodes}"], [f"num-rounds={rounds}"] if rounds else []
+    launch = plan(
+        nodes=nodes,
+        strategy=strategy,
+        config=[*first, *config, *last],
+        cpus=1,
+        gpus=0.0,
+        workers=0,
+        out_dir=out_dir,
+        experiment=None,
+        resume=None,
+        alone=None,
+    )
+    return Plan(merged([], {}, launch.run_config), launch, tuple(f"node-{number}" for number in range(1, nodes + 1)), secure)
 
 
-def deploy(plan: Plan, on_status: Callable[[dict[str, Any]], None] = lambda status: None) -> Cost:
+def deploy(wanted: Plan, on_status: Callable[[dict[str, Any]], None] = lambda status: None) -> Cost:
     """Start the fleet, run to the end, take everything down, and return what it took.
 
     Raises:
@@ -80,37 +90,33 @@ def deploy(plan: Plan, on_status: Callable[[dict[str, Any]], None] = lambda stat
         LaunchError: the run did not complete.
         KeyboardInterrupt: interrupted; everything has been taken down.
     """
-    plan.out_dir.mkdir(parents=True, exist_ok=True)
-    with closing_status(plan.out_dir), deployment(plan.out_dir / "logs", keys=len(plan.names), secure=plan.secure) as made:
-        run_config = start_fleet(made, plan)
-        follower = Follower(Launch(out_dir=plan.out_dir, run_config=run_config, nodes=0), made, on_status)
+    wanted.out_dir.mkdir(parents=True, exist_ok=True)
+    logs, keys, modules = wanted.out_dir / "logs", len(wanted.names), wanted.launch.modules
+    with closing_status(wanted.out_dir), deployment(logs, keys=keys, secure=wanted.secure, modules=modules) as made:
+        run_config = start_fleet(made, wanted)
+        follower = Follower(replace(wanted.launch, run_config=run_config, nodes=0), made, on_status)
         follower.follow()
     state = follower.state
-    return cost_of(read_run(plan.out_dir), down=state.bytes_sent, up=state.bytes_recv)
+    return cost_of(read_run(wanted.out_dir), down=state.bytes_sent, up=state.bytes_recv)
 
 
-def start_fleet(made: Deployment, plan: Plan) -> dict[str, Scalar]:
+def start_fleet(made: Deployment, wanted: Plan) -> dict[str, Scalar]:
     """Write each node's share of the data, start the SuperLink and all nodes, and return the run config to submit."""
     from server_app.deploy_data import write_shards
 
-    settings, fleet = plan.config.settings, plan.config.settings.fleet
+    count = len(wanted.names)
+    simulated = [NodeProfile.of({"partition-id": number, "num-partitions": count}, wanted.config.settings) for number in range(count)]
     made.start_superlink()
-    shards = [made.home(name) / "data.parquet" for name in plan.names]
-    classes = write_shards(settings, shards)
-    for index, (name, shard) in enumerate(zip(plan.names, shards, strict=True)):
+    shards = [made.home(name) / "data.parquet" for name in wanted.names]
+    classes = write_shards(wanted.config.settings, simulated, shards)
+    for name, profile, shard in zip(wanted.names, simulated, shards, strict=True):
         made.register(name, name)
-        state = plan.out_dir / "nodes" / name
+        state = wanted.out_dir / "nodes" / name
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
-        config: dict[str, Scalar] = {
-            "name": name,
-            "model": fleet.models[index % len(fleet.models)],
-            "rank-ratio": fleet.rank_ratios[index % len(fleet.rank_ratios)],
-            "data": str(shard),
-            "state-dir": str(state),
-        }
-        made.start_node(name, config, key=name if plan.secure else "")
-    made.wait_online(len(plan.names))
-    return {**plan.config.flat, "data.num-classes": classes}
+        config: dict[str, Scalar] = {"name": name, "model": profile.model, "rank-ratio": profile.rank_ratio}
+        made.start_node(name, {**config, "data": str(shard), "state-dir": str(state)}, key=name if wanted.secure else "")
+    made.wait_online(count)
+    return {**wanted.config.flat, "data.num-classes": classes}
 
 
 def cost_of(run: RunData, *, down: int, up: int) -> Cost:

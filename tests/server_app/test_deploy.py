@@ -13,17 +13,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 from flwr.common.config import parse_config_args
+from typer.testing import CliRunner
 
 from client_app.profile import NodeProfile
-from server_app import deploy, processes
+from server_app import cli_deploy, deploy, deploy_run, processes
 from server_app.deploy import Deployment, deployment, node_config
 from server_app.deploy_data import write_shards
-from server_app.deploy_run import cost_of, plan_deployment
+from server_app.deploy_run import Plan, cost_of, plan_deployment
+from server_app.launch import Launch
 from server_app.link import LaunchError, last_error
 from server_app.overrides import merged
 from server_app.rundata import RunData
-from server_app.settings import SettingsError
+from server_app.settings import Settings, SettingsError
 from tasks.partitions import partition_indices
 from tasks.sources import open_source
 from tests.fleet_fixture import ROOT, pictures
@@ -49,6 +52,10 @@ def start(made: Deployment, name: str, code: str = FOREVER, count: int = 2) -> N
         time.sleep(0.02)
 
 
+def simulated(settings: Settings, count: int) -> list[NodeProfile]:
+    return [NodeProfile.of({"partition-id": number, "num-partitions": count}, settings) for number in range(count)]
+
+
 def test_node_config_is_read_by_flower_as_it_was_meant(tmp_path: Path) -> None:
     written = {"name": "pi-3", "model": "cnn1", "rank-ratio": 0.5, "data": str(tmp_path / "my, pictures"), "state-dir": "/s"}
     assert parse_config_args([node_config(written)]) == written
@@ -62,7 +69,7 @@ def test_shards_are_the_partitions_of_the_source_for_the_owner_only(tmp_path: Pa
     source = pictures(tmp_path / "pictures", 60)
     settings = merged([f"data.source={source}", "data.min-samples=1", "data.shared-test=6"], {}).settings
     paths = [tmp_path / f"{number}.parquet" for number in range(3)]
-    assert write_shards(settings, paths) == 3
+    assert write_shards(settings, simulated(settings, 3), paths) == 3
     whole = open_source(str(source), settings.data)
     for path, positions in zip(paths, partition_indices(whole, settings, 3), strict=True):
         shard = open_source(str(path), settings.data)
@@ -72,12 +79,22 @@ def test_shards_are_the_partitions_of_the_source_for_the_owner_only(tmp_path: Pa
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def test_nodes_may_have_sources_of_their_own(tmp_path: Path) -> None:
+    sources = [pictures(tmp_path / name, count, seed=count) for name, count in (("a", 30), ("b", 36))]
+    settings = merged([f"fleet.data={sources[0]},{sources[1]}", "data.shared-test=0", "data.min-samples=1"], {}).settings
+    paths = [tmp_path / f"{number}.parquet" for number in range(3)]
+    write_shards(settings, simulated(settings, 3), paths)
+    sizes = [len(open_source(str(path), settings.data).labels) for path in paths]
+    assert (sizes[0] + sizes[2], sizes[1]) == (30, 36)
+    assert sizes[0] > 0
+
+
 def test_shards_of_vectors_keep_the_columns_that_the_run_config_names(tmp_path: Path) -> None:
     table = tmp_path / "table.csv"
     table.write_text("a,b,kind\n" + "".join(f"{n},{n / 3},{n % 2}\n" for n in range(40)))
     settings = merged([f"data.source={table}", "data.label-column=kind", "data.min-samples=1", "data.shared-test=0"], {}).settings
     paths = [tmp_path / f"{number}.parquet" for number in range(2)]
-    assert write_shards(settings, paths) == 2
+    assert write_shards(settings, simulated(settings, 2), paths) == 2
     shards = [open_source(str(path), settings.data) for path in paths]
     found = sorted((row.tolist(), label) for shard in shards for row, label in zip(shard.inputs, shard.labels.tolist(), strict=True))
     assert found == [([float(n), float(np.float32(n / 3))], n % 2) for n in range(40)]
@@ -105,15 +122,16 @@ def test_a_folder_with_a_run_is_not_used_again(tmp_path: Path) -> None:
 
 
 def test_what_is_typed_wins_over_the_commands_own_defaults(tmp_path: Path) -> None:
-    options = {"nodes": 4, "strategy": "fedhm", "config": [], "secure": False, "out_dir": tmp_path / "out"}
-    plain = plan_deployment(rounds=None, **options)
+    small = [f"data.source={pictures(tmp_path / 'pictures', 60)}", "data.min-samples=1", "fleet.models=mlp", "fedmrl.small-model=mlp"]
+    options = {"nodes": 4, "strategy": "fedmrl", "secure": False, "out_dir": tmp_path / "out"}
+    plain = plan_deployment(rounds=None, config=[*small, "fedmrl.shared-dim=8"], **options)
     assert plain.names == ("node-1", "node-2", "node-3", "node-4")
     settings = plain.config.settings
-    assert (settings.strategy, settings.num_rounds, settings.alone, settings.fleet.min_nodes) == ("fedhm", 3, False, 4)
-    options["config"] = ["num-rounds=9", "alone=true", "fleet.min-nodes=2"]
-    settings = plan_deployment(rounds=None, **options).config.settings
+    assert (settings.strategy, settings.num_rounds, settings.alone, settings.fleet.min_nodes) == ("fedmrl", 3, False, 4)
+    typed = [*small, "fedmrl.shared-dim=8", "num-rounds=9", "alone=true", "fleet.min-nodes=2"]
+    settings = plan_deployment(rounds=None, config=typed, **options).config.settings
     assert (settings.num_rounds, settings.alone, settings.fleet.min_nodes) == (9, True, 2)
-    assert plan_deployment(rounds=5, **options).config.settings.num_rounds == 5
+    assert plan_deployment(rounds=5, config=typed, **options).config.settings.num_rounds == 5
 
 
 def test_the_cost_is_summed_over_strategies_and_rounds() -> None:
@@ -139,6 +157,29 @@ def test_a_node_that_ends_is_noticed_with_the_last_error_of_its_log(made: Deploy
     made.processes["node-1"].wait()
     with pytest.raises(LaunchError, match=r"node-1 ended with code 1: ValueError: no such key \(more in .*node-1\.log\)"):
         made.check()
+
+
+@pytest.mark.parametrize(
+    ("trouble", "code", "said"),
+    [
+        (LaunchError("node-2 ended with code 1"), 1, "node-2 ended with code 1"),
+        (SettingsError("no such data"), 2, "no such data"),
+        (KeyboardInterrupt(), 130, "everything was taken down"),
+    ],
+)
+def test_the_exit_code_says_what_became_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: BaseException, code: int, said: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise trouble
+
+    planned = Plan(merged([], {}), Launch(out_dir=tmp_path / "out", run_config={}), ("node-1",), True)
+    monkeypatch.setattr(deploy_run, "plan_deployment", lambda **_: planned)
+    monkeypatch.setattr(deploy_run, "deploy", fails)
+    app = typer.Typer()
+    cli_deploy.add(app)
+    done = CliRunner().invoke(app, ["--quiet"])
+    assert (done.exit_code, said in " ".join(done.stderr.split())) == (code, True)
 
 
 def test_flowers_exit_code_is_a_reason(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def command(out: Path, temporary: Path, *words: str) -> subprocess.Popen[str]:
 
 def nothing_left(temporary: Path) -> bool:
     """Return whether the command's folder for keys and data is gone, and every process that worked in it."""
-    alive = [pid for pid in map(str, processes.marked("")) if f"TMPDIR={temporary}" in environment_of(pid)]
+    alive = [pid for pid in map(str, processes.marked("")) if str(temporary) in environment_of(pid)]
     return not alive and list(temporary.iterdir()) == []
 
 
