@@ -20,9 +20,13 @@ Differences from the paper (the full text was not at hand; only its equations an
 - Contrastive steps move extractor and projector in evaluation mode (BatchNorm frozen, no dropout), by AdamW whose state
   survives rounds. They leave the head behind: evaluation and export use the model after local training. With `step` and
   `gradient` the last round's contrastive phase therefore shows in no number.
-- Whole extractors are trained on public batches; there is no LoRA.
+- Whole extractors are trained unless `fedmuscle.lora-modules` names what gets LoRA factors; then these, head and projector
+  are, in both phases. Which modules the paper adapts, and its alpha, could not be found; here alpha is twice the rank.
+- Public items may be seen through random views of each node's own (`fedmuscle.public-views`, off by default).
 - Prefixes (`fedmuscle.prefixes`, off by default) are not in the paper: the mean of the Muscle loss over prefixes of the
   common space, and the sum of the task's loss over prefixes of the representation through one head (MRL-E).
+- Nor are inner layers (`fedmuscle.inner-layers`, off by default): local steps add the task's loss after one drawn layer and
+  pull its representation towards the last one's (2DMSE). The last layer is the teacher and gets no gradient from that.
 
 The contrastive loss in the results is a mean over steps and nodes; evaluated by mean field it is a bound, at most the loss.
 """
