@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from server_app import cli_compare, cli_deploy, cli_lists, cli_machine
+from server_app import cli_compare, cli_deploy, cli_lists, cli_machine, cli_node, cli_predict
 from server_app.cli_common import Overrides, Stopped, catch_signals, err, explained, find_own_modules, literal, make_folder, out
 
 if TYPE_CHECKING:
@@ -147,6 +147,8 @@ cli_deploy.add(app)
 app.command()(report)
 cli_lists.add(app)
 cli_machine.add(app)
+cli_node.add(app)
+cli_predict.add(app)
 
 if __name__ == "__main__":
     main()
