@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from client_app.sgd import Sgd
 from tasks import Samples, Task
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -94,11 +95,9 @@ def channels_last(batch: torch.Tensor) -> torch.Tensor:
     return batch.contiguous(memory_format=torch.channels_last) if batch.dim() == 4 else batch
 
 
-def sgd(
-    parameters: Iterable[nn.Parameter] | list[dict[str, object]], *, rate: float, momentum: float, weight_decay: float
-) -> torch.optim.SGD:
+def sgd(parameters: Iterable[nn.Parameter] | list[dict[str, object]], *, rate: float, momentum: float, weight_decay: float) -> Sgd:
     """Return a fresh fused SGD; a fresh one each round, or momentum would leak between nodes and rounds."""
-    return torch.optim.SGD(parameters, lr=rate, momentum=momentum, weight_decay=weight_decay, fused=True)
+    return Sgd(parameters, rate=rate, momentum=momentum, weight_decay=weight_decay)
 
 
 def clip(modules: Iterable[nn.Module], norm: float) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from models.registry import Shape, build
 
@@ -66,6 +65,9 @@ def forward_macs(model: nn.Module, input_shape: Shape) -> int:
     Counted are matrix products: convolutions, Linears, and attention with its two products of tokens
     by tokens. Biases, norms, activations and pooling are not; in these models they are a few percent.
     """
+    # Loads triton where that is installed: 75 MB that a node does not need.
+    from torch.utils.flop_counter import FlopCounterMode
+
     probe = _copy(model).eval()
     counter = FlopCounterMode(display=False)
     # torch counts no CPU attention kernel but the plain one.
