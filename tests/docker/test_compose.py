@@ -109,8 +109,9 @@ def test_every_address_is_a_service_that_can_be_reached_and_listens_there(names)
 
 @every_file
 def test_only_the_superlinks_port_is_published(names):
+    bound = "127.0.0.1" if names[0] == "compose.yml" else "0.0.0.0"  # on one host nobody else has to reach it
     published = {name: service["ports"] for name, service in read(*names)["services"].items() if "ports" in service}
-    assert published == ({} if names[0] == "compose.node.yml" else {"superlink": ["8000:8000"]})
+    assert published == ({} if names[0] == "compose.node.yml" else {"superlink": [{"target": 8000, "published": "8000", "host_ip": bound}]})
 
 
 @every_file
@@ -201,7 +202,9 @@ def test_a_node_needs_what_the_app_needs_but_ray_and_plots():
         pairs = (re.match(r"([a-z-]+)(?:\[\w+\])?([<>=].*)", line) for line in lines)
         return {pair[1]: pair[2] for pair in pairs if pair}
 
-    whole, node = bounds("requirements.txt"), bounds("requirements-node.txt")
+    whole, least = bounds("requirements.txt"), bounds("requirements-node.txt")
+    node = least | bounds("requirements-node-data.txt")
+    assert set(least) == {"flwr", "torch", "numpy", "pydantic", "safetensors", "pillow"}
     assert node.items() <= whole.items()
     assert set(whole) - set(node) == {"matplotlib", "typer", "rich"}  # flwr itself needs the last two
     assert "simulation" not in re.sub(r"#.*", "", (FOLDER.parent / "requirements-node.txt").read_text(encoding="utf-8"))
