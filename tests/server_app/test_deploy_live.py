@@ -33,7 +33,7 @@ from tests.fleet_fixture import ROOT, config, pictures, rows
 from tests.fleet_fixture import run as run_in_process
 from tests.local_grid import LocalGrid
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 NODES = ("node-1", "node-2", "node-3")
 
 
@@ -63,7 +63,7 @@ class Site:
         with contextlib.closing(control):
             return control.start(self.made.app_dir, run_config)
 
-    def until(self, what: str, check: Callable[[], Any], seconds: float = 400.0) -> Any:
+    def until(self, what: str, check: Callable[[], Any], seconds: float = 900.0) -> Any:
         deadline = time.monotonic() + seconds
         while not (found := check()):
             assert time.monotonic() < deadline, f"still not: {what}"
@@ -73,6 +73,14 @@ class Site:
     def trainings(self, name: str) -> int:
         """Return how many orders to train a node has got."""
         return self.made.log(name).read_text().count("Receiving: train message")
+
+    def orders(self, name: str) -> int:
+        """Return how many messages a node has got."""
+        return self.made.log(name).read_text().count("Receiving: ")
+
+    def answers(self, name: str) -> int:
+        """Return how many replies a node has sent."""
+        return self.made.log(name).read_text().count("Sent successfully")
 
     def completed(self, run_id: int, out: Path) -> None:
         control = self.made.connect()
@@ -175,12 +183,12 @@ def test_a_killed_node_comes_back_with_its_state_and_others_join_leave_and_retur
     site.until("round 1 has begun", lambda: site.trainings("node-1"))
     site.start("node-3")
     site.until("node-3 has trained once", lambda: site.versions("node-3", "first"))
-    earlier = site.trainings("node-2")
-    site.until("node-2 works on the next round", lambda: site.trainings("node-2") > earlier)
+    earlier = {name: site.trainings(name) for name in NODES}
+    site.until("node-2 works on the next round", lambda: site.trainings("node-2") > earlier["node-2"])
     made.kill("node-2")
     before = site.versions("node-2", "first")
-    while_there = site.versions("node-3", "first")
-    site.until("node-3 has trained", lambda: site.versions("node-3", "first") != while_there)
+    site.until("node-3 works on it too", lambda: site.trainings("node-3") > earlier["node-3"])
+    site.until("node-3 has answered", lambda: site.answers("node-3") == site.orders("node-3"))
     made.stop("node-3")
     site.start("node-3")
 
