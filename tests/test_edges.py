@@ -244,14 +244,15 @@ def test_a_narrow_transport_halves_the_bytes_and_learns_the_same(tmp_path, dtype
 
 
 def test_evaluation_is_of_the_nodes_own_model_even_when_it_disagrees_with_the_shared_one(tmp_path):
-    run(config(tmp_path, num_rounds=6, train__learning_rate=0.1), tmp_path / "out")
+    method = {"train__learning_rate": 0.1, "fedmrl__predict": "fine"}  # the private head decides alone
+    run(config(tmp_path, num_rounds=6, **method), tmp_path / "out")
     before = {r["node"]: r["accuracy"] for r in rows(tmp_path / "out", "node") if r["round"] == 6}
     path = next((tmp_path / "out/state").rglob("partition-1/round-000006.safetensors"))
     state = load_file(path)
     state["private.head.weight"] = state["private.head.weight"].roll(1, 0)
     state["private.head.bias"] = state["private.head.bias"].roll(1, 0)
     save_file(state, path)
-    settings = config(tmp_path, num_rounds=7, train__learning_rate=0.1, resume=str(tmp_path / "out"))
+    settings = config(tmp_path, num_rounds=7, resume=str(tmp_path / "out"), **method)
     run(settings, tmp_path / "out", grid({**settings, "train.learning-rate": 1e-12}))
     after = {r["node"]: r["accuracy"] for r in rows(tmp_path / "out", "node") if r["round"] == 7}
     assert before["partition-1"] > 0.8
