@@ -45,6 +45,7 @@ CHOSEN = {
     "train.learning-rate": 0.01,
     "train.weight-decay": 0.001,
     "alone": False,
+    "fedmrl.preset": "paper",  # what the plain loop computes
 }
 
 
