@@ -29,6 +29,8 @@ class Config(Section):
             directions without energy can learn; 0: always balanced.
         aggregation: `paper`, `delta`, `delta-decay`.
         keep: of `delta-decay`: how much a node counts for what it did not see, between paper (0) and delta (1).
+        delta_after: of `delta` and `delta-decay`: first rounds that average as `paper` does. They clear away what the random
+            start holds beyond the small ranks, which delta would keep for good.
         missing_largest: `accept` or `history`, in rounds without a node of the largest ratio.
         weighting: `paper`, `code`, `uniform`.
         temperature: tau of the first two.
@@ -50,6 +52,7 @@ class Config(Section):
     floor: float = Field(0.0, ge=0.0, lt=1.0)
     aggregation: Literal["paper", "delta", "delta-decay"] = "paper"
     keep: Share = 0.9
+    delta_after: int = Field(0, ge=0)
     missing_largest: Literal["accept", "history"] = "accept"
     weighting: Literal["paper", "code", "uniform"] = "paper"
     temperature: Positive = 1.0
@@ -58,7 +61,8 @@ class Config(Section):
     batch_norm: Literal["recalibrate", "batch", "group"] = "recalibrate"
     masked_loss: bool = False
 
-    @property
-    def kept(self) -> float:
-        """`Merger`'s keep: 0 for the paper's average, 1 for delta aggregation."""
+    def kept(self, server_round: int) -> float:
+        """Return `Merger`'s keep in a round: 0 for the paper's average, 1 for delta aggregation."""
+        if server_round <= self.delta_after:
+            return 0.0
         return {"paper": 0.0, "delta": 1.0, "delta-decay": self.keep}[self.aggregation]

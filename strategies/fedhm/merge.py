@@ -7,14 +7,14 @@ to a multiple of 2^-36 and summed in int64, so that the result has the same bits
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from strategies.aggregation import UpdateError, check_update
-from strategies.fedhm.decompose import Factors
-from strategies.fedhm.lowrank import blocks, product, roll
+from strategies.fedhm.decompose import Factors, squared_norm
+from strategies.fedhm.lowrank import blocks, roll
 from strategies.fedhm.plan import Absent, LowRank, Part, Plan, Tensors, layout, lift
 
 _UNIT = 2.0**36
@@ -138,14 +138,18 @@ class Merger:
                 raise ValueError(f"{name}: keep = {self._keep} needs the factors that were sent, at rank {part.rank} at least")
 
     def _fold_factors(self, running: _Sum, ut: torch.Tensor, vt: torch.Tensor, part: LowRank, share: float, key: str) -> None:
-        matrix = product(_wide(ut), _wide(vt), part.groups)
-        _accumulate(running.total.view(-1, matrix.shape[-1]), matrix.reshape(-1, matrix.shape[-1]), share)
+        columns = vt.shape[1] // part.groups
+        sums = running.total.view(part.groups, -1, columns)
+        step = max(1, _CHUNK // columns)
+        for group, (u, v) in enumerate(zip(_by_group(_wide(ut), part.groups), _by_group(_wide(vt), part.groups), strict=True)):
+            for start in range(0, sums.shape[1], step):
+                sums[group, start : start + step] += _fixed(u[:, start : start + step].mT @ v, share)
         running.weights.append(share)
         running.thin.append((part.rank, share))
         running.groups = part.groups
         if running.stack is not None:
             running.stack.append((key, ut, vt, share))
-            side = min(matrix.shape[-2:])
+            side = min(sums.shape[1:])
             if self._keep or sum(rank for rank, _ in running.thin) > side // 3:
                 running.stack = None
 
@@ -167,27 +171,80 @@ class Merger:
         running.partial[mesh] += round(share * _UNIT)
 
     def _mean(self, name: str, running: _Sum, previous: torch.Tensor) -> torch.Tensor:
-        total = running.total.to(torch.float64).div_(_UNIT)
-        running.total = total.new_empty(0)
-        if self._keep and running.thin:
-            self._add_unseen(total, name, running, previous)
-        shape = tuple(previous.shape)
-        value = roll(total, shape) if len(shape) == 4 else total
+        """Return the new value, made a few outputs at a time: whole layers in float64 were most of the server's peak."""
         weight = math.fsum(sorted(running.weights))
-        if running.partial is None:
-            return value.div_(weight).to(previous.dtype).contiguous() if weight else previous
-        weights = running.partial.to(torch.float64).div_(_UNIT).add_(weight)
-        return torch.where(weights > 0, value / weights, previous.to(torch.float64)).to(previous.dtype)
+        if running.partial is None and not weight:
+            return previous
+        value = torch.empty(previous.shape, dtype=previous.dtype)
+        total, target, old = (_outputs_first(x, ordered=x is running.total) for x in (running.total, value, previous))
+        partial = None if running.partial is None else _outputs_first(running.partial)
+        unseen = self._unseen(name, running) if self._keep and running.thin else None
+        for part in _parts(total, running.groups):
+            mean = total[part].to(torch.float64).div_(_UNIT)
+            if unseen is not None:
+                unseen.add_to(mean, part, old[part])
+            if partial is None:
+                target[part] = mean.div_(weight)
+            else:
+                weights = partial[part].to(torch.float64).div_(_UNIT).add_(weight)
+                target[part] = torch.where(weights > 0, mean / weights, old[part].to(torch.float64))
+        return value
 
-    def _add_unseen(self, total: torch.Tensor, name: str, running: _Sum, previous: torch.Tensor) -> None:
-        """Add keep * sum_p w_p (W - trunc_{r_p}(W)) to `total` (float64), by one product: direction i was seen by the ranks beyond i."""
-        ut, vt = (x.to(torch.float64) for x in self._sent[name].prefix(max(rank for rank, _ in running.thin)))
+    def _unseen(self, name: str, running: _Sum) -> _Unseen:
+        ut, vt = (_wide(x).to(torch.float64) for x in self._sent[name].prefix(max(rank for rank, _ in running.thin)))
         seen = [math.fsum(sorted(w for rank, w in running.thin if rank > i)) for i in range(len(ut))]
-        scale = torch.tensor(seen, dtype=torch.float64).mul_(-self._keep).unsqueeze(1)
-        total += product(ut * scale, vt, running.groups).reshape(total.shape)
+        ut = ut * torch.tensor(seen, dtype=torch.float64).mul_(-self._keep).unsqueeze(1)
         whole = math.fsum(sorted(w for _, w in running.thin))
-        matrix = previous.transpose(1, 2) if previous.dim() == 4 else previous
-        total.add_(matrix, alpha=whole * self._keep)
+        outputs = len(running.total) // running.groups
+        return _Unseen(_by_group(ut, running.groups), _by_group(vt, running.groups), whole * self._keep, outputs)
+
+
+@dataclass(frozen=True)
+class _Unseen:
+    """keep * sum_p w_p (W - trunc_{r_p}(W)) of one layer, by one product: direction i was seen by the ranks beyond i.
+
+    Attributes:
+        ut: one (r, M) float64 a group, row i times -keep and the weight of those who saw direction i; `vt` (r, N) likewise, as sent.
+        whole: keep times all weights.
+        outputs: of one group.
+    """
+
+    ut: list[torch.Tensor]
+    vt: list[torch.Tensor]
+    whole: float
+    outputs: int
+
+    def add_to(self, mean: torch.Tensor, part: slice, old: torch.Tensor) -> None:
+        """Add the outputs `part`, which lie in one group, to `mean`; `old` are those of W."""
+        group, first = divmod(part.start, self.outputs)
+        height = self.ut[group].shape[1] // self.outputs
+        rows = self.ut[group][:, first * height : (first + len(mean)) * height]
+        mean += (rows.mT @ self.vt[group]).reshape(mean.shape)
+        mean.add_(old, alpha=self.whole)
+
+
+def squared_distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return |a - b|², summed in float64 without copies of their size."""
+    pairs = zip(a.flatten().split(_CHUNK), b.flatten().split(_CHUNK), strict=True)
+    return math.fsum(squared_norm(p - q) for p, q in pairs)
+
+
+def _outputs_first(x: torch.Tensor, *, ordered: bool = False) -> torch.Tensor:
+    """Return a view in the order of `_order`, with an axis also where there is none."""
+    return x.reshape(1) if x.dim() == 0 else x.transpose(1, 2) if x.dim() == 4 and not ordered else x
+
+
+def _parts(total: torch.Tensor, groups: int) -> Iterator[slice]:
+    """Yield the outputs a few at a time, never of two groups."""
+    outputs, step = len(total) // groups, max(1, _CHUNK // max(1, total[:1].numel()))
+    for end in range(outputs, len(total) + 1, max(1, outputs)):
+        for start in range(end - outputs, end, step):
+            yield slice(start, min(start + step, end))
+
+
+def _by_group(rows: torch.Tensor, groups: int) -> list[torch.Tensor]:
+    """(r, g*M) -> g times (r, M); views."""
+    return list(rows.reshape(rows.shape[0], groups, -1).unbind(1))
 
 
 def _order(shape: torch.Size) -> torch.Size:

@@ -20,10 +20,10 @@ from server_app.settings import Section, Settings
 from strategies.averaging import AveragingStrategy
 from strategies.engine import Journal
 from strategies.fedhm.config import Config
-from strategies.fedhm.decompose import Factors, squared_norm
+from strategies.fedhm.decompose import Factors
 from strategies.fedhm.hybrid import state_of
 from strategies.fedhm.lowrank import matrix_size
-from strategies.fedhm.merge import Merger, Stack
+from strategies.fedhm.merge import Merger, Stack, squared_distance
 from strategies.fedhm.norms import calibrated, with_norm
 from strategies.fedhm.plan import Part, extract, needed_ranks
 from strategies.fedhm.rank_metrics import effective_rank, energy_beyond
@@ -122,7 +122,7 @@ class Strategy(AveragingStrategy):
         self._own_alpha = alphas[-1]
         counts = [max(1, int(node.facts.get("num_train", 1))) if method.times_samples else 1 for node in nodes]
         expected = math.fsum(a * n for a, n in zip(alphas, [*counts, sum(counts) / len(counts)], strict=True))
-        self._merger = Merger(self.theta, keep=method.kept, sent=self._received(), scale=expected)
+        self._merger = Merger(self.theta, keep=method.kept(server_round), sent=self._received(), scale=expected)
         self._counted: list[tuple[float, int]] = []
 
     def payload_for(self, node: Node) -> Payload:
@@ -145,8 +145,7 @@ class Strategy(AveragingStrategy):
             self._merger.fold(own, Tier(1.0, []).plan(self.model, self.theta), self._own_alpha * mean)
         merged = self._merger.result()
         del self._merger  # it holds the old model
-        # Differences in float32: three copies in float64 of the largest layer were more than the new model.
-        moved = sum(squared_norm(merged.state[n] - t) for n, t in self.theta.items() if t.is_floating_point())
+        moved = sum(squared_distance(merged.state[n], t) for n, t in self.theta.items() if t.is_floating_point())
         self.theta, self._payloads = merged.state, {}
         started = time.perf_counter()
         self._decompose(merged.stacks)
@@ -225,7 +224,7 @@ class Strategy(AveragingStrategy):
 
     def _received(self) -> dict[str, Factors]:
         """Return the factors as nodes get them: rounded to the model's dtype, then to the transport's where that is narrower."""
-        if not self.method.kept:
+        if not self.method.kept(self._round):
             return {}
         wire = getattr(torch, self.settings.transport.dtype)
 

@@ -120,9 +120,11 @@ def test_history_is_not_used_where_the_largest_tier_replied(tmp_path):
     torch.testing.assert_close(full(tmp_path / "accept"), full(tmp_path / "history"), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("aggregation", ["paper", "delta", "delta-decay"])
-def test_the_largest_tier_may_be_missing_for_rounds(tmp_path, aggregation):
-    settings = config(tmp_path, num_rounds=4, fedhm__aggregation=aggregation)
+@pytest.mark.parametrize(
+    ("aggregation", "rule"), [("paper", "accept"), ("paper", "history"), ("delta", "accept"), ("delta-decay", "accept")]
+)
+def test_the_largest_tier_may_be_missing_for_rounds(tmp_path, aggregation, rule):
+    settings = config(tmp_path, num_rounds=4, fedhm__aggregation=aggregation, fedhm__missing_largest=rule)
     run(settings, tmp_path / "out", lost(settings, 0, 2, 3))
     listed = rows(tmp_path / "out", "round")
     assert [r["replied"] for r in listed] == [3, 2, 2, 3]
@@ -140,6 +142,15 @@ def test_plain_averaging_loses_energy_beyond_the_small_ranks_and_delta_keeps_it(
     assert left["delta"][2] > 0.9 * left["delta"][0]
     assert left["paper"][2] < 0.5 * left["paper"][0]
     assert left["paper"][2] < left["delta-decay"][2] < left["delta"][2]
+
+
+def test_delta_may_begin_after_rounds_of_the_papers_average(tmp_path):
+    """Two rounds have the paper's bits; then what is left beyond the small ranks stays."""
+    for name, options in {"paper": {}, "later": {"fedhm__aggregation": "delta", "fedhm__delta_after": 2}}.items():
+        run(config(tmp_path, num_rounds=4, **options), tmp_path / name)
+    left = {name: [r["method"]["energy_beyond_0.125"] for r in rows(tmp_path / name, "round")] for name in ("paper", "later")}
+    assert left["later"][:2] == left["paper"][:2]
+    assert left["later"][3] > 0.9 * left["later"][1] > 2 * left["paper"][3]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
