@@ -1,9 +1,9 @@
 """FedMuscle against local training and other objectives: six nodes, three families of models, three sets of labels.
 
-    python benchmarks/muscle_federation.py --data CIFAR10_FOLDER CIFAR100_FOLDER MNIST_FOLDER --public IMAGENETTE_FOLDER \
-        [--seeds 1 2 3] [--rounds 20] [--samples 1500] [--only muscle-3 pairwise-3] [--set fedmuscle.steps=32 ...]
+    python benchmarks/muscle_federation.py --data CIFAR10 CIFAR100 MNIST CIFAR10 CIFAR100 CIFAR10 --public CIFAR100 \
+        [--seeds 1 2 3] [--rounds 10] [--samples 8000] [--only muscle-3 pairwise-3] [--set fedmuscle.steps=32 ...]
 
-Node i reads source i modulo 3, which is divided among its two nodes; those have models of different families. All
+Each is a folder or a name, as data.source. Node i reads the i-th source, cyclically; a source is divided among its nodes. All
 variants of a seed start from the same models, splits and orders. Delta is the mean over nodes of the relative gain in
 test accuracy over `local` of the same seed, in percent; +- is the standard deviation over seeds. Bytes are those of all
 messages of a round, as serialised, a node. Seconds are of one process with one torch thread that shares the machine
@@ -33,7 +33,8 @@ from server_app.inprocess import run
 from server_app.overrides import parse_override, read_defaults
 
 NODES = 6
-MODELS = "cnn5,mlp,mobilenetv3_small,mlp,mobilenetv3_small,cnn5"
+RESNET = "benchmarks.muscle_models:resnet8"
+MODELS = f"cnn5,{RESNET},mlp,mlp,cnn5,{RESNET}"
 VARIANTS: dict[str, dict[str, Any]] = {
     "local": {"strategy": "local"},
     "pairwise-3": {"fedmuscle.objective": "pairwise"},
@@ -44,6 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "muscle-3 step": {"fedmuscle.exchange": "step"},
     "muscle-3 gradient": {"fedmuscle.exchange": "gradient"},
     "muscle-3 int8": {"fedmuscle.transport": "int8"},
+    "muscle-3 views": {"fedmuscle.public-views": "random"},
 }
 
 
@@ -105,11 +107,11 @@ def table(found: dict[str, dict[int, Outcome]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data", nargs=3, required=True, metavar="SOURCE", help="three sources, as data.source")
-    parser.add_argument("--public", help="the public set, as data.source; its labels are not used (default: the second of --data)")
+    parser.add_argument("--data", nargs="+", required=True, metavar="SOURCE", help="of nodes 0, 1, ..., cyclically, as data.source")
+    parser.add_argument("--public", required=True, help="the public set, as data.source; its labels are not used")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--samples", type=int, default=1500, help="of each node, a fifth of them for testing")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--samples", type=int, default=8000, help="of each node, for training and testing")
     parser.add_argument("--models", default=MODELS)
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS)[1:], default=list(VARIANTS)[1:])
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of every variant")
@@ -128,7 +130,7 @@ def main() -> None:
         "fleet.data": ",".join(options.data),
         "fleet.models": options.models,
         "fleet.min-nodes": NODES,
-        "fedmuscle.public-source": options.public or options.data[1],
+        "fedmuscle.public-source": options.public,
     }
     config |= dict(parse_override(text, defaults) for text in options.set)
     jobs = [(name, seed, config) for seed in options.seeds for name in ["local", *options.only]]

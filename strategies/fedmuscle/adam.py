@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -17,11 +17,16 @@ class Adam:
         named: name -> parameter; all are stepped together.
         rate: learning rate.
         weight_decay: decoupled.
+        rates: first part of a name -> its own learning rate.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], *, rate: float, weight_decay: float) -> None:
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], *, rate: float, weight_decay: float, rates: Mapping[str, float] | None = None
+    ) -> None:
         self._parameters = dict(named)
-        self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=rate, weight_decay=weight_decay, fused=True)
+        own = rates or {}
+        groups = [{"params": [p], "lr": own.get(name.partition(".")[0], rate)} for name, p in self._parameters.items()]
+        self._optimizer = torch.optim.AdamW(groups, lr=rate, weight_decay=weight_decay, fused=True)
         for parameter in self._parameters.values():
             self._optimizer.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device),

@@ -32,6 +32,7 @@ class Config(Section):
         public_batch: B.
         public_views: `plain` (items as they are), `random` (every node sees its own crop, mirroring and colours of an item).
         contrastive_rate: of AdamW on public batches; its state survives the round.
+        projector_rate: the projector's own; 0: ten times `contrastive_rate`, for it starts at random and no head reads it.
         lora_rank: r of LoRA in the extractor's modules that `lora_modules` names; the rest of such an extractor is frozen. 0: off.
         lora_modules: names of Linears and 1x1 convolutions, whole or their last parts; a node that has none trains all of its model.
         prefixes: sizes at which the representation shall work cut short, in the head (where the model's is wide enough) and in
@@ -55,6 +56,7 @@ class Config(Section):
     public_batch: int = Field(32, ge=2)
     public_views: Literal["plain", "random"] = "plain"
     contrastive_rate: Positive = 0.0003
+    projector_rate: float = Field(0.0, ge=0, allow_inf_nan=False)
     lora_rank: int = Field(0, ge=0)
     lora_modules: StrList = ()
     prefixes: Sizes = ()
@@ -79,6 +81,11 @@ class Config(Section):
         if self.prefixes and self.objective in ("pairwise", "gramian"):
             raise ValueError(f"prefixes are for the muscle objective, not for {self.objective}; leave them empty")
         return self
+
+    @property
+    def rate_of_projector(self) -> float:
+        """The projector's learning rate."""
+        return self.projector_rate or 10.0 * self.contrastive_rate
 
     @property
     def schedule(self) -> Schedule:

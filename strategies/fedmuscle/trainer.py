@@ -52,7 +52,8 @@ class NodeTrainer(local.NodeTrainer):
         self.evaluated = self.model if self.config.exchange == "round" else deepcopy(self.model)
         named = [*self.model.extractor.named_parameters(prefix="extractor"), *self.projector.named_parameters(prefix="projector")]
         named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        self.adam = Adam(named, rate=self.config.contrastive_rate, weight_decay=context.settings.train.weight_decay)
+        decay, rates = context.settings.train.weight_decay, {"projector": self.config.rate_of_projector}
+        self.adam = Adam(named, rate=self.config.contrastive_rate, weight_decay=decay, rates=rates)
         self._public: PublicSet | None = None
 
     @property

@@ -42,3 +42,12 @@ def test_a_parameter_without_gradient_decays_and_counts_along():
     again = Adam([("used", used), ("idle", idle)], rate=0.1, weight_decay=0.5)
     again.load(optimizer.state())
     assert float(again.state()["step"]) == 1
+
+
+def test_a_part_may_have_a_rate_of_its_own():
+    """Adam's first step is as long as the rate, whatever the gradient."""
+    body, head = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = Adam([("body.weight", body), ("head.weight", head)], rate=0.1, weight_decay=0.0, rates={"head": 0.5})
+    optimizer.step((body * 3).sum() - (head * 7).sum())
+    torch.testing.assert_close(body.detach(), torch.full((2,), 0.9))
+    torch.testing.assert_close(head.detach(), torch.full((2,), 1.5))
