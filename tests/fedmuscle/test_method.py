@@ -35,7 +35,7 @@ def test_nodes_learn_and_align_and_nothing_private_travels(tmp_path, way):
     assert rows(tmp_path / "out", "round")[-1]["personalized"]["accuracy_mean"] > 0.9
     numbers = [m for m in method_numbers(tmp_path / "out") if m]
     assert len(numbers) == (4 if way == "round" else 5)
-    assert numbers[-1]["contrastive_loss"] < 0.75 * numbers[0]["contrastive_loss"] < 0.75 * 2 * math.log(BATCH)  # two peers, chance
+    assert numbers[-1]["contrastive_loss"] < 0.75 * numbers[0]["contrastive_loss"]
     assert {m["peers"] for m in numbers} == {2.0}
     sent = {"gradient"} if way == "gradient" else set()
     for kind, _, content in the_grid.sent:
