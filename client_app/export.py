@@ -59,6 +59,7 @@ def export_models(
         program = _program(available[name], trainer)
         temporary = path.with_name(f".{os.getpid()}.{path.name}")
         torch.export.save(program, temporary)
+        temporary.chmod(0o600)  # it holds the node's own model
         os.replace(temporary, path)
         measured = metrics if name == next(iter(available)) else (others or {}).get(name, {})
         card = _card(name, available[name], trainer, dict(measured))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -80,9 +81,11 @@ class Model:
         if not path.is_file():
             raise PredictError(f"--model {path}: no such file; name a .pt2 that a run with export=own wrote, see its exports.json")
         try:
-            program = torch.export.load(path)
+            program = _load(path)
         except Exception as error:  # a damaged archive fails in zipfile, json or torch, each in its own way
-            raise PredictError(f"--model {path} is no model written by torch.export ({type(error).__name__}: {error})") from error
+            raise PredictError(
+                f"--model {path} is no model that a run with export=own wrote ({type(error).__name__}: {error})"
+            ) from error
         sample = _input_of(program)
         if sample.dim() != 4 or sample.dtype != torch.uint8:
             dtype = str(sample.dtype).removeprefix("torch.")
@@ -124,6 +127,15 @@ class Model:
     def _prediction(self, file: Path, shares: torch.Tensor) -> Prediction:
         index = int(shares.argmax())
         return Prediction(str(file), self.names[index] if self.names else str(index), index, float(shares[index]))
+
+
+def _load(path: Path) -> torch.export.ExportedProgram:
+    """Return the program; torch would log a traceback of a file it cannot read before it raises."""
+    logging.disable(logging.WARNING)
+    try:
+        return torch.export.load(path)
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _input_of(program: torch.export.ExportedProgram) -> torch.Tensor:

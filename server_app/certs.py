@@ -142,9 +142,9 @@ and once, while the server runs and before the nodes start:
 {register}
 
 3. Each node gets its own folder and nothing else; there, with {folders[0].name} for example:
-  flower-supernode --superlink {address}:8000 --root-certificates {folders[0].name}/ca.crt \\
-    --auth-supernode-private-key {folders[0].name}/node.key \\
-    --node-config 'name="{folders[0].name}" model="cnn1" data="/srv/pictures" state-dir="/var/lib/heterofleet"'
+  heterofleet node --superlink {address}:8000 --root-certificates {folders[0].name}/ca.crt \\
+    --key {folders[0].name}/node.key --name {folders[0].name} --model cnn1 --data /srv/pictures \\
+    --state-dir /var/lib/heterofleet
 
 With docker compose, whose containers run as user {CONTAINER_UID}, skip 1 and 3; where they run, type first:
   sudo chown {CONTAINER_UID} {" ".join(map(_quoted, kept))}

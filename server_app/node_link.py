@@ -81,7 +81,9 @@ def check_key(path: Path, name: str) -> Check:
     except TypeError:
         return Check("key", f"{path} has a passphrase, which Flower cannot ask for", f'ssh-keygen -p -N "" -f {_quoted(path)}', fatal=True)
     except (ValueError, UnsupportedAlgorithm):
-        return Check("key", f"{path} is no private key in OpenSSH's format", _MAKE_KEY, fatal=True)
+        private = path.with_suffix(".key")
+        cure = f"--key {_quoted(private)}" if path.suffix == ".pub" and private.is_file() else _MAKE_KEY
+        return Check("key", f"{path} is no private key in OpenSSH's format", cure, fatal=True)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         return Check("key", f"{path} is of another kind than EC, which is all that Flower takes", _MAKE_KEY, fatal=True)
     public = key.public_key()
@@ -96,7 +98,7 @@ def check_key(path: Path, name: str) -> Check:
         wanted = path.with_suffix(".pub")
         cure = f"ssh-keygen -y -f {_quoted(path)} > {_quoted(wanted)}"
         return Check("key", f"{shown}; there is no {wanted}", cure)
-    return Check("key", f"{shown}; registered with: flwr supernode register {beside.name} --name {name}")
+    return Check("key", f"{shown}; where runs are started: flwr supernode register {beside.name} fleet --name {name}")
 
 
 def _fingerprint(key: ec.EllipticCurvePublicKey) -> str:

@@ -113,7 +113,7 @@ def merged(texts: Iterable[str], extra: Mapping[str, Scalar], base: Mapping[str,
         if key not in defaults:
             raise SettingsError(f"the run to resume has the setting {key}, which this version does not know{nearest(key, defaults)}")
         config[key] = value
-    config.update(parse_override(text, defaults) for text in texts)
-    config.update(extra)
+    given = dict(parse_override(text, defaults) for text in texts) | dict(extra)
+    config = strategies.expanded({**config, **given}, set(given))
     settings, method = strategies.settings_of(config)
     return RunConfig(config, settings, method)

@@ -39,6 +39,18 @@ def config_of(name: str, values: Mapping[str, Any]) -> Section:
     return checked(config, values, prefix=f"{name}.")
 
 
+def expanded(run_config: dict[str, Any], typed: set[str]) -> dict[str, Any]:
+    """Return a flat run config with what stands for several settings (a method's presets) written out.
+
+    A method that has any defines `expanded` beside its `Config`; `typed` are the keys that somebody set.
+    """
+    name = str(run_config.get("strategy"))
+    if name not in names():
+        return run_config
+    hook = getattr(importlib.import_module(f"strategies.{name}.config"), "expanded", None)
+    return run_config if hook is None else dict(hook(run_config, typed))
+
+
 def strategy_class(name: str) -> type[HeteroStrategy]:
     """Return the server half of method `name`."""
     half: type[HeteroStrategy] = importlib.import_module(f"strategies.{name}.strategy").Strategy

@@ -12,6 +12,17 @@ from server_app.settings import NonNegative, Section
 PAPER: dict[str, Any] = {"projector_start": "random", "own_weight": 0.0, "masked_loss": False, "predict": "fine"}
 
 
+def expanded(config: dict[str, Any], typed: set[str]) -> dict[str, Any]:
+    """Return a flat run config with `preset = "paper"` written out, where it is known which keys somebody typed.
+
+    The record of a run then shows what was used, and what was typed beside the preset counts, even where it equals a default.
+    """
+    if config.get("fedmrl.preset") != "paper":
+        return config
+    keys = {f"fedmrl.{name.replace('_', '-')}": value for name, value in PAPER.items()}
+    return {**config, **{key: value for key, value in keys.items() if key not in typed}, "fedmrl.preset": "ours"}
+
+
 class Config(Section):
     """`fedmrl.*`.
 

@@ -129,3 +129,13 @@ class _Half:
 
     def __init__(self, own: Config) -> None:
         self.config = own
+
+
+def test_the_record_of_a_run_shows_what_the_preset_stands_for_and_keeps_what_was_typed():
+    from server_app.overrides import merged
+
+    made = merged(["fedmrl.preset=paper", "fedmrl.own-weight=1.0"], {"strategy": "fedmrl"})
+    shown = {key: made.flat[f"fedmrl.{key}"] for key in ("preset", "projector-start", "own-weight", "masked-loss", "predict")}
+    assert shown == {"preset": "ours", "projector-start": "random", "own-weight": 1.0, "masked-loss": False, "predict": "fine"}
+    assert made.method.own_weight == 1.0
+    assert merged([], {}).flat["fedmrl.predict"] == Config().predict

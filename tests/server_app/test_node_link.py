@@ -47,7 +47,7 @@ def test_a_nodes_key_is_shown_as_ssh_keygen_shows_it(fleet):
     assert (check.fatal, check.cure) == (False, "")
     shown = subprocess.run(["ssh-keygen", "-l", "-f", fleet / "node-1/node.pub"], capture_output=True, text=True, check=True).stdout
     assert shown.split()[1] in check.found
-    assert "flwr supernode register node.pub --name pi-1" in check.found
+    assert "flwr supernode register node.pub fleet --name pi-1" in check.found
 
 
 def _key(path: Path, key: object) -> Path:
@@ -63,7 +63,7 @@ def test_keys_that_flower_refuses_are_fatal(tmp_path, fleet):
         "ed25519": (_key(tmp_path / "ed", ed25519.Ed25519PrivateKey.generate()), "another kind than EC", "ssh-keygen -t ecdsa"),
         "locked": (tmp_path / "locked", "passphrase", "ssh-keygen -p"),
         "PKCS8": (fleet / "server.key", "no private key in OpenSSH's format", "ssh-keygen -t ecdsa"),
-        "public": (fleet / "node-1/node.pub", "no private key", "ssh-keygen -t ecdsa"),
+        "public": (fleet / "node-1/node.pub", "no private key", f"--key {fleet / 'node-1/node.key'}"),
     }
     for name, (path, found, cure) in wanted.items():
         check = check_key(path, "pi-1")
