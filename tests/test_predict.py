@@ -125,7 +125,7 @@ def test_what_cannot_be_used_is_refused_by_name(model, folder, tmp_path):
     vectors = export(tmp_path / "vectors.pt2", nn.Linear(4, 2), torch.zeros(2, 4))
     for words, message in {
         (tmp_path / "none.pt2",): "no such file",
-        (tmp_path / "text.pt2",): "no model written by torch.export",
+        (tmp_path / "text.pt2",): "no model that a run with export=own wrote",
         (vectors,): r"takes float32 samples of shape \(4,\), not pictures",
         (model, tmp_path / "two.txt"): "names 2 classes, the model has 3 outputs",
         (model, tmp_path / "none.txt"): "one class name a line",
