@@ -16,7 +16,7 @@ from tests.docker.compose_files import read
 from tests.docker.fleet_processes import Fleet
 from tests.fleet_fixture import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 NODES = (1, 2, 3)
 
 
@@ -65,7 +65,7 @@ def test_three_registered_nodes_with_three_models_finish_a_run(fleet):
             if service != "superlink":
                 stack.enter_context(fleet.running("compose.yml", service))
         fleet.flwr("run", str(ROOT), "fleet", "--run-config", f"{small} out-dir='{results}'")
-        status, deadline = "", time.monotonic() + 420
+        status, deadline = "", time.monotonic() + 900
         while not status.startswith("finished") and time.monotonic() < deadline:
             time.sleep(3)
             status = json.loads(fleet.flwr("ls", "fleet", "--format", "json"))["runs"][0]["status"]
