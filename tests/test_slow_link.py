@@ -53,16 +53,16 @@ def post(host: str, port: int, size: int = BODY) -> tuple[float, bytes]:
 
 
 def test_bytes_take_as_long_as_the_rate_says_in_each_direction(sink):
-    relay = Relay(("127.0.0.1", sink), 1e6)
+    relay = Relay(("127.0.0.1", sink), 2e6, 1e6)
     seconds, _ = post("127.0.0.1", relay.port)
     relay.close()
-    assert 1.6 <= seconds < 2.6  # 2 x 100,000 bytes x 8 / 1e6
+    assert 1.2 <= seconds < 2.2  # 100,000 bytes x 8 / 2e6 up, and / 1e6 down
     assert BODY <= relay.up.passed < BODY + 500  # with the headers
     assert BODY <= relay.down.passed < BODY + 500
 
 
 def test_all_connections_share_the_rate(sink):
-    relay = Relay(("127.0.0.1", sink), 2e6)
+    relay = Relay(("127.0.0.1", sink), 2e6, 2e6)
     began = time.monotonic()
     threads = [threading.Thread(target=post, args=("127.0.0.1", relay.port)) for _ in range(3)]
     for thread in threads:
@@ -75,7 +75,7 @@ def test_all_connections_share_the_rate(sink):
 
 
 def test_without_a_rate_nothing_waits(sink):
-    relay = Relay(("127.0.0.1", sink), 0.0)
+    relay = Relay(("127.0.0.1", sink), 0.0, 0.0)
     seconds, _ = post("127.0.0.1", relay.port)
     relay.close()
     assert seconds < 1.0
@@ -83,13 +83,13 @@ def test_without_a_rate_nothing_waits(sink):
 
 def test_the_kernels_slow_link_is_as_slow(sink):
     try:
-        with slow_namespace(1.0) as inside:
-            relay = Relay(("127.0.0.1", sink), 0.0, HERE)
+        with slow_namespace(1.0, 2.0) as inside:
+            relay = Relay(("127.0.0.1", sink), 0.0, 0.0, HERE)
             seconds = _post_from(inside, relay.port)
             relay.close()
     except (PermissionError, FileNotFoundError) as refused:
         pytest.skip(f"no network namespace here: {refused}")
-    assert 1.4 <= seconds < 3.0
+    assert 0.9 <= seconds < 2.6  # 0.8 s up and 0.4 s down, less what passes at once
 
 
 def _post_from(prefix: list[str], port: int) -> float:
