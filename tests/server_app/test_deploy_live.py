@@ -6,6 +6,7 @@ The tests of one SuperLink go on from each other's nodes: starting them costs mo
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -254,7 +255,8 @@ def command(out: Path, temporary: Path, *words: str) -> subprocess.Popen[str]:
     env = os.environ | {"TMPDIR": str(temporary), "COLUMNS": "200"}
     small = ["-c", "data.partitioner=iid", "-c", "data.samples-per-node=60", "--nodes", "2", "--out", str(out)]
     words = (sys.executable, "-m", "server_app.cli", "deploy-local", *small, *words)
-    return subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    hears = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # shells start background jobs deaf to Ctrl-C
+    return subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hears)
 
 
 def nothing_left(temporary: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -304,7 +305,8 @@ def test_a_real_run_that_is_interrupted_leaves_nothing(tmp_path: Path, how: sign
         f"from server_app.launch import Launch, simulate\nlink.secrets.token_hex = lambda size: {token!r}\n"
         f"simulate(Launch(out_dir=Path({str(out_dir)!r}), run_config={{'seconds': 120.0}}, nodes=2, app_dir=Path({str(app)!r})))"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    hears = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # shells start background jobs deaf to Ctrl-C
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, preexec_fn=hears)
     deadline = time.monotonic() + 120
     while read_status(out_dir).get("state") != "running":
         assert process.poll() is None, "the launcher ended by itself"
