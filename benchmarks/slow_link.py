@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.edge_fleet import digit_folders, of_kind, run_on
 from server_app.deploy import Deployment, deployment
-from server_app.link import environment, free_port
+from server_app.link import LaunchError, environment, free_port
 from server_app.node_link import Address
 from server_app.node_start import Start, transfer_settings
 
@@ -174,7 +174,13 @@ def measure(args: argparse.Namespace, folder: Path) -> bool:
         made.wait_online(1)
         settings = {"strategy": "fedavg", "fedavg.model": args.model, "num-rounds": args.rounds, "fleet.min-nodes": 1, "eval-every": 0}
         before = [(rate.passed, rate.busy) for rate in (relay.up, relay.down)]
-        rows = run_on(made, folder / "out", {**settings, "transport.dtype": args.dtype, "fleet.round-timeout": args.timeout})
+        try:
+            rows = run_on(made, folder / "out", {**settings, "transport.dtype": args.dtype, "fleet.round-timeout": args.timeout})
+        except LaunchError as error:
+            print(f"the run failed: {error}")
+            told = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if "ERROR" in line or "Error" in line]
+            print("\n".join(told[-4:]))
+            return False
         went = [(rate.passed - passed, rate.busy - busy) for rate, (passed, busy) in zip((relay.up, relay.down), before, strict=True)]
     return report(rows, args, went, log.read_text(encoding="utf-8", errors="replace"))
 

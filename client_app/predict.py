@@ -83,9 +83,7 @@ class Model:
         try:
             program = _load(path)
         except Exception as error:  # a damaged archive fails in zipfile, json or torch, each in its own way
-            raise PredictError(
-                f"--model {path} is no model that a run with export=own wrote ({type(error).__name__}: {error})"
-            ) from error
+            raise PredictError(f"--model {path} is no model that a run with export=own wrote ({type(error).__name__}: {error})") from error
         sample = _input_of(program)
         if sample.dim() != 4 or sample.dtype != torch.uint8:
             dtype = str(sample.dtype).removeprefix("torch.")

@@ -17,7 +17,7 @@ from server_app.settings import SettingsError
 
 RUNTIME_PORT = 9094  # of the SuperNode's own API, on loopback; Flower's default
 _SERVICE_USER = "heterofleet"
-# A chunk must leave the socket's buffer within Flower's 30 s; a third of that leaves room for others on the line.
+# The SuperLink forgets an upload of which nothing arrives for 180 s, and Flower waits 30 s for an answer; 10 s leave room for both.
 _SECONDS_A_CHUNK = 10
 _CHUNK_LIMITS = (65_536, 5_242_880)
 
