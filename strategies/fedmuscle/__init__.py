@@ -24,7 +24,7 @@ Differences from the paper (the full text was not at hand; only its equations an
   are, in both phases. Which modules the paper adapts, and its alpha, could not be found; here alpha is twice the rank.
 - Public items may be seen through random views of each node's own (`fedmuscle.public-views`, off by default).
 - Prefixes (`fedmuscle.prefixes`, off by default) are not in the paper: the mean of the Muscle loss over prefixes of the
-  common space, and the sum of the task's loss over prefixes of the representation through one head (MRL-E).
+  common space, and that of the task's loss over prefixes of the representation through one head (MRL-E).
 - Nor are inner layers (`fedmuscle.inner-layers`, off by default): local steps add the task's loss after one drawn layer and
   pull its representation towards the last one's (2DMSE). The last layer is the teacher and gets no gradient from that.
 

@@ -103,7 +103,7 @@ class NodeTrainer(local.NodeTrainer):
         head = cast(nn.Linear, self.model.head)
         bias = torch.zeros_like(head.weight[:, 0]) if head.bias is None else head.bias
         outputs = mrl_e_outputs(self.model.features(batch), head.weight, bias, self._head_sizes())
-        return nested_head_loss(outputs, targets, self.context.task.loss)
+        return nested_head_loss(outputs, targets, self.context.task.loss) / len(outputs)  # a mean, as train.learning-rate is for one loss
 
     def train(self, payload: Payload, generator: torch.Generator) -> Update:
         metrics = self._catch_up(payload, generator) if payload.parts else {}
@@ -177,7 +177,9 @@ class NodeTrainer(local.NodeTrainer):
         def scored(rep: torch.Tensor) -> torch.Tensor:
             return self.context.task.loss(F.linear(rep, head.weight[:, : rep.shape[1]], head.bias), targets)
 
-        return elastic_loss(inner_BD, last_BD, size, scored, inner_weight=layer_weight(layer, exits.num_layers))
+        weight = layer_weight(layer, exits.num_layers)
+        total = elastic_loss(inner_BD, last_BD, size, scored, inner_weight=weight)
+        return total / ((1.0 + weight) * (2 if size < self.model.feature_dim else 1))  # a mean, as above
 
     def _narrower(self) -> list[int]:
         return [k for k in self._head_sizes() if k < self.model.feature_dim]
