@@ -59,8 +59,9 @@ def full_svd(a: torch.Tensor) -> Triple:
 def gram_svd(a: torch.Tensor, rank: int) -> Triple:
     """Return min(rank + 16, M, N) directions from the eigenvectors of the smaller Gram matrix.
 
-    The eigenvectors give the basis only; singular values and both factors come from a QR and a small SVD in that
-    basis (Rayleigh-Ritz), since squaring alone loses every singular value below 1e-3 of the largest in float32.
+    The eigenvectors give the basis only, one half step of subspace iteration mends it, and singular values and both
+    factors come from a QR and a small SVD (Rayleigh-Ritz): squaring loses every singular value below 1e-3 of the largest
+    in float32, and after rounds of low-rank replies the last ones kept are as small as that.
     """
     if a.shape[-1] > a.shape[-2]:
         u, s, v = gram_svd(a.mT, rank)
@@ -69,9 +70,10 @@ def gram_svd(a: torch.Tensor, rank: int) -> Triple:
     unit = a / torch.where(largest > 0, largest, torch.ones_like(largest))  # squares neither overflow nor vanish
     q = min(rank + OVERSAMPLING, a.shape[-1])
     basis = torch.linalg.eigh(unit.mT @ unit).eigenvectors[..., -q:]
-    p, core = torch.linalg.qr(a @ basis)
+    p, _ = torch.linalg.qr(a @ basis)
+    right, core = torch.linalg.qr(a.mT @ p)
     u, s, vt = torch.linalg.svd(core)
-    return p @ u, s, basis @ vt.mT
+    return p @ vt.mT, s, right @ u
 
 
 def warm_svd(a: torch.Tensor, basis: torch.Tensor, rank: int, tolerance: float) -> tuple[Triple, bool]:
