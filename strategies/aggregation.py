@@ -34,7 +34,7 @@ def check_update(tensors: Tensors, like: Tensors) -> None:
             raise UpdateError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, expected {tuple(expected.shape)} {expected.dtype}")
         if not tensor.is_floating_point() or not tensor.numel():
             continue
-        largest = float(tensor.abs().max())
+        largest = max(map(abs, map(float, tensor.aminmax())))  # without the copy that abs() makes
         if not math.isfinite(largest):
             raise UpdateError(f"{name} holds NaN or infinity: training diverged, lower train.learning-rate")
         if largest >= _MAX_VALUE:
