@@ -47,7 +47,7 @@ def node(
     """
     with explained():
         from client_app.profile import home
-        from server_app.node_start import unit
+        from server_app.node_unit import unit, unreachable
 
         state = (state_dir or home() / "state").expanduser().resolve()
         described: dict[str, str | float] = {"name": name, "model": model, "rank-ratio": rank_ratio, "device": device}
@@ -59,8 +59,9 @@ def node(
             insecure=insecure,
             port=port,
             uplink_mbit=uplink_mbit,
+            service=systemd,
         )
-        if _print(checks):
+        if _print([*checks, *(unreachable(start, state, user=user) if systemd else ())]):
             raise typer.Exit(2)
         if systemd:
             typer.echo(unit(start, state, memory=memory, user=user), nl=False)
@@ -79,6 +80,7 @@ def _examined(
     insecure: bool,
     port: int,
     uplink_mbit: float,
+    service: bool,
 ) -> tuple[Start, list[Check], int]:
     """Return how to start the node, what was found, and the bytes of memory it takes.
 
@@ -86,7 +88,7 @@ def _examined(
         SettingsError: an option that cannot be used.
     """
     from client_app.profile import NodeProfile, ProfileError
-    from server_app.node_link import Address, check_ca, check_key, check_server
+    from server_app.node_link import Address, Check, check_ca, check_key, check_server
     from server_app.node_load import check_load
     from server_app.node_probe import Wanted
     from server_app.node_start import Start, check_port
@@ -104,10 +106,13 @@ def _examined(
     _ = start.command  # refuses what Flower cannot be told
     checks = [check_ca(ca)] if ca else []
     checks += [check_key(key, str(described["name"]))] if key else []
-    if not any(check.fatal for check in checks):
+    if checks and checks[0].name == "CA" and checks[0].fatal:
+        unasked = f"{address} was not asked: without the CA nothing that it answers could be trusted"
+        checks.append(Check("server", unasked, "mend --root-certificates first"))
+    else:
         checks += check_server(address, ca, insecure=insecure)
     checks.append(check_port(port))
-    load = check_load(Wanted(described, run.flat), Path(str(described["state-dir"])))
+    load = check_load(Wanted(described, run.flat), Path(str(described["state-dir"])), service=service)
     return start, checks + load.checks, load.memory
 
 

@@ -75,7 +75,9 @@ def check_key(path: Path, name: str) -> Check:
     try:
         content, mode = path.read_bytes(), stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
-        return Check("key", f"{path}: {error.strerror}", f"--key FILE of `heterofleet certs`, or {_MAKE_KEY}", fatal=True)
+        denied = isinstance(error, PermissionError)
+        cure = f"sudo chown $USER {_quoted(path)}" if denied else f"--key FILE of `heterofleet certs`, or {_MAKE_KEY}"
+        return Check("key", f"{path}: {error.strerror}", cure, fatal=True)
     try:
         key = load_ssh_private_key(content, None)
     except TypeError:
@@ -150,38 +152,71 @@ def check_server(address: Address, ca: Path | None, *, insecure: bool, timeout: 
         timeout: seconds to wait for the connection and for the answer.
     """
     try:
-        with socket.create_connection((address.host, address.port), timeout) as connection:
-            if insecure:
-                return _talk(address, connection, timeout)
-            context = ssl.create_default_context(cafile=str(ca) if ca else None)
-            with context.wrap_socket(connection, server_hostname=address.host) as secure:
-                return _talk(address, secure, timeout)
-    except ssl.SSLCertVerificationError as error:
-        return [_untrusted(address, error, ca, timeout)]
-    except ssl.SSLError as error:
-        cure = "if the server was started with --insecure, type --insecure instead of --root-certificates"
-        return [Check("server", f"{address} does not speak TLS ({error.reason or error})", cure, fatal=True)]
+        connection = socket.create_connection((address.host, address.port), timeout)
     except socket.gaierror as error:
         return [Check("server", f"no address is known for {address.host!r} ({error.strerror}); the node goes on trying", "check the name")]
     except OSError as error:
-        cure = f"on the server: flower-superlink --host 0.0.0.0 --port {address.port} ..., and no firewall between"
-        return [Check("server", f"nothing answers at {address} ({error.strerror or error}); the node goes on trying", cure)]
+        return [_silent(address, error)]
+    try:
+        with connection if insecure else _secured(connection, address, ca) as channel:
+            return _talk(address, channel, timeout)
+    except ssl.SSLCertVerificationError as error:
+        return [_untrusted(address, error, ca, timeout)]
+    except (OSError, http.client.HTTPException) as error:
+        return [_other_protocol(address, insecure=insecure, timeout=timeout) or _unclear(address, error, insecure=insecure)]
+
+
+def _secured(connection: socket.socket, address: Address, ca: Path | None) -> ssl.SSLSocket:
+    context = ssl.create_default_context(cafile=str(ca) if ca else None)
+    return context.wrap_socket(connection, server_hostname=address.host)
+
+
+def _unclear(address: Address, error: OSError | http.client.HTTPException, *, insecure: bool) -> Check:
+    """Return what is told of a port that took the connection and speaks neither protocol."""
+    if isinstance(error, (ConnectionError, TimeoutError, ssl.SSLEOFError)):  # a tunnel with nothing at its other end
+        return _silent(address, error)
+    reason = getattr(error, "reason", None) or error
+    return Check("server", f"{address} does not speak {'HTTP' if insecure else 'TLS'} ({reason})", "check host and port", fatal=True)
+
+
+def _silent(address: Address, error: OSError) -> Check:
+    cure = f"on the server: flower-superlink --host 0.0.0.0 --port {address.port} ..., and no firewall between"
+    return Check("server", f"nothing answers at {address} ({error.strerror or error}); the node goes on trying", cure)
+
+
+def _other_protocol(address: Address, *, insecure: bool, timeout: float) -> Check | None:
+    """Return what to type where the server speaks TLS and the node plain HTTP or the other way round; None where neither is so."""
+    if insecure:
+        if _presented(address, timeout) is None:
+            return None
+        found = f"{address} speaks TLS, and --insecure calls it by plain HTTP"
+        return Check(
+            "server", found, "type --root-certificates ca.crt instead of --insecure, and --key node.key if nodes have keys", fatal=True
+        )
+    try:
+        with socket.create_connection((address.host, address.port), timeout) as connection:
+            _ask(address, connection, timeout)
+    except (OSError, http.client.HTTPException):
+        return None
+    cure = "type --insecure instead of --root-certificates and --key, on a network you trust; else start the SuperLink with its certificate"
+    return Check("server", f"{address} speaks plain HTTP, and this node calls it by TLS", cure, fatal=True)
 
 
 def _talk(address: Address, connection: socket.socket, timeout: float) -> list[Check]:
-    """Ask for `/health` over an open connection."""
+    answer = _ask(address, connection, timeout)
+    if answer.status == 200:
+        return [Check("server", f"{address} answers"), *_clock(answer.getheader("Date"))]
+    return [Check("server", f"{address} answers {answer.status} for /health: not a SuperLink of Flower 1.42", "check host and port")]
+
+
+def _ask(address: Address, connection: socket.socket, timeout: float) -> http.client.HTTPResponse:
+    """Return the answer for `/health` over an open connection; raises OSError or HTTPException where no HTTP comes back."""
     asked = http.client.HTTPConnection(address.host, address.port, timeout=timeout)
     asked.sock = connection
-    try:
-        asked.request("GET", "/health")
-        answer = asked.getresponse()
-        answer.read()
-    except (http.client.HTTPException, ConnectionError) as error:
-        cure = "if the server has a certificate, type --root-certificates ca.crt instead of --insecure"
-        return [Check("server", f"{address} does not speak HTTP ({error})", cure, fatal=True)]
-    if answer.status != 200:
-        return [Check("server", f"{address} answers {answer.status} for /health: not a SuperLink of Flower 1.42", "check host and port")]
-    return [Check("server", f"{address} answers"), *_clock(answer.getheader("Date"))]
+    asked.request("GET", "/health")
+    answer = asked.getresponse()
+    answer.read()
+    return answer
 
 
 def _clock(date: str | None) -> list[Check]:

@@ -32,20 +32,21 @@ class Load:
     memory: int = 0
 
 
-def check_load(wanted: Wanted, state_dir: Path) -> Load:
+def check_load(wanted: Wanted, state_dir: Path, *, service: bool = False) -> Load:
     """Return what training on this node takes, from its own data and one batch of it; nothing is kept but the decoded data.
 
     Args:
         wanted: who the node is, and the run's settings.
         state_dir: where it will keep private state.
+        service: another user will write there, so that this one need not be able to.
     """
     found = _probed(wanted)
     if isinstance(found, Check):
-        return Load([found, _disk(state_dir, 0)])
+        return Load([found, _disk(state_dir, 0, service)])
     need = FLOWER_BYTES + found.peak_bytes
     epochs = int(wanted.run_config.get("train.local-epochs", 1))
     checks = [_data(found, str(wanted.node_config["data"])), _model(found, epochs), _memory(found, need)]
-    return Load([*checks, _disk(state_dir, _VERSIONS * found.weight_bytes)], need)
+    return Load([*checks, _disk(state_dir, _VERSIONS * found.weight_bytes, service)], need)
 
 
 def _probed(wanted: Wanted) -> Measured | Check:
@@ -115,10 +116,10 @@ def _memory(found: Measured, need: int) -> Check:
     return Check("memory", text, f"{need / 1e6:.0f} MB are needed: {_LESS}" if need > free else "")
 
 
-def _disk(state_dir: Path, state_bytes: int) -> Check:
+def _disk(state_dir: Path, state_bytes: int, service: bool) -> Check:
     """Return whether private state can be written and has room."""
     existing = next(path for path in (state_dir, *state_dir.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    if not existing.is_dir() or not (service or os.access(existing, os.W_OK | os.X_OK)):
         return Check("disk", f"{state_dir} cannot be written by this user", "--state-dir with a folder of this user's", fatal=True)
     free = shutil.disk_usage(existing).free
     state = f", private state takes up to {state_bytes / 1e6:.0f} MB a run" if state_bytes else ""

@@ -1,8 +1,7 @@
-"""The `flower-supernode` command of a node, the environment it needs, and a systemd unit that keeps it running."""
+"""The `flower-supernode` command of a node and the environment it needs."""
 
 from __future__ import annotations
 
-import getpass
 import os
 import shlex
 import shutil
@@ -16,7 +15,6 @@ from server_app.node_link import Address, Check
 from server_app.settings import SettingsError
 
 RUNTIME_PORT = 9094  # of the SuperNode's own API, on loopback; Flower's default
-_SERVICE_USER = "heterofleet"
 # The SuperLink forgets an upload of which nothing arrives for 180 s, and Flower waits 30 s for an answer; 10 s leave room for both.
 _SECONDS_A_CHUNK = 10
 _CHUNK_LIMITS = (65_536, 5_242_880)
@@ -103,54 +101,6 @@ def check_port(port: int) -> Check:
     return Check("port", f"127.0.0.1:{port} is free for the SuperNode and its training process")
 
 
-def unit(start: Start, state_dir: Path, *, memory: int, user: str = "") -> str:
-    """Return a systemd unit for the node.
-
-    Args:
-        start: the node.
-        state_dir: where it keeps private state, its cache and Flower's copy of the app.
-        memory: bytes that all its processes need together, as measured; 0: unknown, no limit is set.
-        user: who runs it; empty: the one who asks, or `heterofleet` where that is root.
-    """
-    user = user or (getpass.getuser() if os.geteuid() else _SERVICE_USER)
-    name = start.node_config["name"]
-    env = start.environment | {"HETEROFLEET_HOME": str(state_dir), "FLWR_HOME": str(state_dir / "flwr")}
-    env["PATH"] = os.pathsep.join([str(start.program.parent), "/usr/local/bin", "/usr/bin", "/bin"])
-    place = [f"ReadWritePaths={_specifier(str(state_dir))}"]
-    if state_dir.parent == Path("/var/lib"):  # systemd makes it, with this owner
-        place = [f"StateDirectory={_specifier(state_dir.name)}", "StateDirectoryMode=0700"]
-    limit = [f"MemoryMax={_mebibytes(memory)}M"] if memory else []
-    lines = [
-        "[Unit]",
-        f"Description=heterofleet node {name}",
-        "Wants=network-online.target",
-        "After=network-online.target time-sync.target",
-        "StartLimitIntervalSec=0",
-        "",
-        "[Service]",
-        f"User={user}",
-        *(f"Environment={_word(f'{key}={value}')}" for key, value in env.items()),
-        f"ExecStart={' '.join(_word(word, command=True) for word in start.command)}",
-        # A node that is refused ends; it is let in as soon as it is registered.
-        "Restart=always",
-        "RestartSec=10",
-        "KillSignal=SIGINT",
-        "TimeoutStopSec=30",
-        *limit,
-        # Only the training process ends for want of memory: the SuperNode reports it and goes on.
-        "OOMPolicy=continue",
-        *place,
-        "ProtectSystem=strict",
-        "ProtectHome=read-only",
-        "PrivateTmp=yes",
-        "NoNewPrivileges=yes",
-        "",
-        "[Install]",
-        "WantedBy=multi-user.target",
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def _program() -> Path:
     """Return the path of `flower-supernode`, that of this environment first; raises SettingsError."""
     own = Path(sys.executable).parent / "flower-supernode"
@@ -169,18 +119,3 @@ def _toml(name: str, value: str | float) -> str:
     if "'" not in value and value.isprintable():
         return f"'{value}'"
     raise SettingsError(f"--{name} {value!r}: Flower cannot take a value with both kinds of quotes, or with a line break; rename it")
-
-
-def _word(text: str, *, command: bool = False) -> str:
-    """Return one word of a unit file, quoted; in a command `$` would be a variable."""
-    escaped = _specifier(text).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped.replace("$", "$$") if command else escaped}"'
-
-
-def _specifier(text: str) -> str:
-    return text.replace("%", "%%")
-
-
-def _mebibytes(count: int) -> int:
-    """Return `count` bytes and a quarter more in MiB, rounded up to 64."""
-    return -(-count * 5 // 4 // 2**20 // 64) * 64

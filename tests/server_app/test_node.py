@@ -115,6 +115,13 @@ def test_a_state_folder_that_cannot_be_made_is_fatal(monkeypatch, tmp_path):
     assert "--state-dir" in disk.cure
 
 
+def test_a_state_folder_of_the_services_user_need_not_be_writable_by_who_asks(monkeypatch, tmp_path):
+    monkeypatch.setattr(node_load, "_probed", lambda asked: FOUND)
+    monkeypatch.setattr(node_load.os, "access", lambda path, mode: False)
+    assert check_load(wanted(tmp_path), tmp_path / "state").checks[-1].fatal
+    assert not check_load(wanted(tmp_path), tmp_path / "state", service=True).checks[-1].fatal
+
+
 def run(*words: str, code: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own, after `code`."""
     script = f"import sys\n{code}\nsys.argv[0] = 'heterofleet'\nfrom server_app.cli import main\nmain()"
@@ -222,3 +229,19 @@ def test_with_systemd_only_the_unit_is_on_stdout(quick, tmp_path):
     assert done.stdout.startswith("[Unit]\n")
     assert "MemoryMax=960M" in done.stdout  # (260e6 + 500e6) * 1.25 = 905.9 MiB
     assert f"ReadWritePaths={tmp_path}/state" in done.stdout
+    assert "mind unit" not in invoke("--dry-run").stderr
+    place = next(line for line in done.stderr.splitlines() if line.startswith(f"mind unit --state-dir {tmp_path}/state"))
+    assert "PrivateTmp=yes" in place or "ReadWritePaths" in place
+
+
+@pytest.mark.parametrize("bad", ["none.key", "node-1/node.pub", "server.key"])
+def test_with_a_bad_key_the_server_is_asked_all_the_same_and_without_its_ca_the_reason_is_told(quick, tmp_path, bad):
+    certs = tmp_path / "certs"
+    create(certs, nodes=1)
+    base = ["node", "--superlink", "127.0.0.1:1", "--name", "pi-3", "--data", "/tmp", "--port", "39995", "--key", str(certs / bad)]
+    for ca, told in (("ca.crt", "nothing answers at 127.0.0.1:1"), ("none.crt", "127.0.0.1:1 was not asked: without the CA")):
+        done = CliRunner().invoke(cli.app, [*base, "--root-certificates", str(certs / ca)], env={"COLUMNS": "300"})
+        lines = [line for line in done.stderr.splitlines() if line.split()[1] in ("key", "server")]
+        assert done.exit_code == 2
+        assert [line.split()[0] for line in lines] == ["refused", "mind"]
+        assert f"server {told}" in lines[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 import subprocess
 import threading
@@ -207,10 +208,52 @@ def test_an_expired_certificate_is_told_with_its_dates_and_the_clock(fleet, tmp_
 def test_plain_and_secure_are_told_apart(fleet, secure, plain):
     (calls_tls,) = check_server(plain, fleet / "ca.crt", insecure=False)
     assert calls_tls.fatal
-    assert "--insecure" in calls_tls.cure
+    assert calls_tls.found == f"{plain} speaks plain HTTP, and this node calls it by TLS"
+    assert calls_tls.cure.startswith("type --insecure instead of --root-certificates")
     (calls_plain,) = check_server(secure, None, insecure=True)
     assert calls_plain.fatal
-    assert "--root-certificates" in calls_plain.cure
+    assert calls_plain.found == f"{secure} speaks TLS, and --insecure calls it by plain HTTP"
+    assert calls_plain.cure.startswith("type --root-certificates ca.crt instead of --insecure")
+
+
+@pytest.mark.parametrize(
+    ("answer", "insecure", "fatal", "words"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", True, True, "does not speak HTTP (SSH-2.0"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", False, True, "does not speak TLS (WRONG_VERSION_NUMBER"),
+        (b"", True, False, "nothing answers at"),
+        (b"", False, False, "nothing answers at"),
+        (None, True, False, "timed out"),
+    ],
+)
+def test_what_speaks_neither_is_refused_and_what_says_nothing_is_waited_for(answer, insecure, fatal, words):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def talk() -> None:
+            kept = []
+            for _ in range(2):  # the node's protocol, then the other one
+                connection, _ = server.accept()
+                kept.append(connection)
+                if answer is not None:
+                    connection.sendall(answer)
+                    connection.shutdown(socket.SHUT_WR)
+            kept[-1].recv(1)
+
+        thread = threading.Thread(target=talk, daemon=True)
+        thread.start()
+        (check,) = check_server(Address("127.0.0.1", server.getsockname()[1]), None, insecure=insecure, timeout=0.5)
+        thread.join(5)
+    assert (check.fatal, words in check.found) == (fatal, True), check
+    assert check.cure
+
+
+def test_a_key_of_another_user_is_to_be_handed_over_not_made_anew(monkeypatch, tmp_path):
+    def denied(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    check = check_key(tmp_path / "node.key", "pi-1")
+    assert (check.fatal, check.cure) == (True, f"sudo chown $USER {tmp_path}/node.key")
 
 
 def test_a_server_that_does_not_answer_is_told_and_not_fatal(fleet):

@@ -1,11 +1,8 @@
-"""The command of a node, its environment and its systemd unit."""
+"""The command of a node and its environment."""
 
 from __future__ import annotations
 
-import configparser
-import re
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +12,7 @@ import pytest
 from flwr.common.config import parse_config_args
 
 from server_app.node_link import Address
-from server_app.node_start import Start, check_port, transfer_settings, unit
+from server_app.node_start import Start, check_port, transfer_settings
 from server_app.settings import SettingsError
 
 CONFIG: dict[str, str | float] = {
@@ -113,58 +110,3 @@ def test_a_port_that_is_taken_is_fatal_and_another_is_named():
         assert check.fatal
         assert check.cure.startswith(f"--port {port + 1}")
     assert not check_port(port).fatal
-
-
-def _read(text: str) -> dict[str, list[tuple[str, str]]]:
-    """Return the sections of a unit; a key may come more than once."""
-    sections: dict[str, list[tuple[str, str]]] = {}
-    for line in filter(None, text.splitlines()):
-        if found := re.fullmatch(r"\[(\w+)\]", line):
-            current = sections.setdefault(found[1], [])
-        else:
-            key, _, value = line.partition("=")
-            current.append((key, value))
-    return sections
-
-
-def test_the_unit_restarts_a_node_without_privileges_and_with_its_state():
-    service = _read(unit(start(), Path("/var/lib/heterofleet"), memory=800_000_000, user="fleet"))["Service"]
-    one = dict(service)
-    assert (one["User"], one["Restart"], one["NoNewPrivileges"], one["OOMPolicy"]) == ("fleet", "always", "yes", "continue")
-    assert (one["StateDirectory"], one["StateDirectoryMode"]) == ("heterofleet", "0700")
-    assert one["MemoryMax"] == "960M"  # 800e6 * 1.25 = 953.7 MiB, up to the next 64
-    env = [shlex.split(value)[0] for key, value in service if key == "Environment"]
-    assert "HETEROFLEET_HOME=/var/lib/heterofleet" in env
-    assert "FLWR_HOME=/var/lib/heterofleet/flwr" in env
-    assert node_config(shlex.split(one["ExecStart"])) == CONFIG
-    assert "ReadWritePaths" not in one
-    elsewhere = dict(_read(unit(start(), Path("/mnt/disk"), memory=0, user="fleet"))["Service"])
-    assert elsewhere["ReadWritePaths"] == "/mnt/disk"
-    assert "MemoryMax" not in elsewhere
-    assert "StateDirectory" not in elsewhere
-
-
-def test_the_user_of_a_unit_is_never_root_by_default(monkeypatch):
-    monkeypatch.setattr("server_app.node_start.os.geteuid", lambda: 0)
-    assert "User=heterofleet\n" in unit(start(), Path("/var/lib/heterofleet"), memory=0)
-    monkeypatch.setattr("server_app.node_start.os.geteuid", lambda: 1000)
-    monkeypatch.setattr("server_app.node_start.getpass.getuser", lambda: "ann")
-    assert "User=ann\n" in unit(start(), Path("/var/lib/heterofleet"), memory=0)
-
-
-def test_systemd_finds_nothing_wrong_in_the_unit(tmp_path):
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("systemd-analyze is not installed")
-    file = tmp_path / "heterofleet-node.service"
-    text = unit(start(config={"data": "/srv/50% $HOME \\ x"}, uplink_mbit=0.5), Path("/var/lib/heterofleet"), memory=10**9, user="root")
-    file.write_text(text)
-    done = subprocess.run(["systemd-analyze", "verify", file], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    configparser.ConfigParser(strict=False, interpolation=None).read_string(text)
-    file.write_text(text.replace("Restart=always", "Restart=allways"))
-    assert "allways" in subprocess.run(["systemd-analyze", "verify", file], capture_output=True, text=True, timeout=60).stderr
-
-
-def test_percent_and_dollar_are_no_variables_of_systemd():
-    line = next(x for x in unit(start(config={"data": "/srv/50%$HOME"}), Path("/x"), memory=0).splitlines() if x.startswith("ExecStart="))
-    assert "/srv/50%%$$HOME" in line
