@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -60,6 +59,8 @@ def simulate(
             resume=resume,
             alone=alone,
         )
+        if resume and _is_complete(launch):
+            return
         make_folder(launch.out_dir, "--out")
         for warning in launch.warnings:
             err.print(f"[yellow]{literal(warning)}[/yellow]", soft_wrap=True)
@@ -68,8 +69,23 @@ def simulate(
         _follow(launch, quiet)
 
 
+def _is_complete(launch: Launch) -> bool:
+    """Return whether the run that is to go on has nothing left to do; say so and how it can go on, and print its results."""
+    from server_app.plan import command_to_resume
+    from server_app.resume import is_complete
+
+    rounds = int(launch.run_config["num-rounds"])
+    if not is_complete(launch.out_dir, rounds):
+        return False
+    again = command_to_resume(launch, 2 * rounds)
+    err.print(f"complete: round {rounds} of {rounds} is done; for more, type for example: {literal(again)}", soft_wrap=True)
+    _print_results(launch.out_dir)
+    return True
+
+
 def _follow(launch: Launch, quiet: bool) -> None:
     from server_app.launch import LaunchError, simulate
+    from server_app.plan import command_to_resume
     from server_app.progress import Watch
 
     before = catch_signals()
@@ -79,9 +95,8 @@ def _follow(launch: Launch, quiet: bool) -> None:
     except KeyboardInterrupt as error:
         _so_far(launch.out_dir)
         number = error.args[0] if isinstance(error, Stopped) else signal.SIGINT
-        again = f"go on with: heterofleet simulate --resume {shlex.quote(str(launch.out_dir))}"
-        if not (launch.out_dir / "run.json").is_file():
-            again = "nothing was done yet, the same command starts anew"
+        begun = (launch.out_dir / "run.json").is_file()
+        again = f"go on with: {command_to_resume(launch)}" if begun else "nothing was done yet, the same command starts anew"
         err.print(f"stopped; {literal(again)}", soft_wrap=True)
         raise typer.Exit(128 + number) from None
     except LaunchError:

@@ -76,7 +76,11 @@ def check_key(path: Path, name: str) -> Check:
         content, mode = path.read_bytes(), stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
         denied = isinstance(error, PermissionError)
-        cure = f"sudo chown $USER {_quoted(path)}" if denied else f"--key FILE of `heterofleet certs`, or {_MAKE_KEY}"
+        cure = (
+            f"sudo chown $USER {_quoted(path)}; with --systemd, type it with sudo instead"
+            if denied
+            else f"--key FILE of `heterofleet certs`, or {_MAKE_KEY}"
+        )
         return Check("key", f"{path}: {error.strerror}", cure, fatal=True)
     try:
         key = load_ssh_private_key(content, None)

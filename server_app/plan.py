@@ -9,7 +9,7 @@ from typing import Any
 
 from server_app.launch import Launch
 from server_app.overrides import APP_DIR, RunConfig, Scalar, merged, parse_override, read_defaults
-from server_app.resume import check_resume, is_free, read_header
+from server_app.resume import MAY_CHANGE, check_resume, is_free, read_header, settings_to_resume
 from server_app.rundata import read_object
 from server_app.settings import NO_TEST, SettingsError
 
@@ -48,7 +48,7 @@ def plan(
     extra |= {key: absolute(typed[key]) for key in _SOURCES if key in typed}
     if typed.get("state-dir"):
         extra["state-dir"] = str(Path(str(typed["state-dir"])).expanduser().resolve())
-    checked = merged(config, {**extra, "out-dir": str(folder)}, header.get("run_config"))
+    checked = merged(config, {**extra, "out-dir": str(folder)}, settings_to_resume(folder, header) if resume else None)
     before = header.get("nodes") or read_object(folder / "launch.json").get("nodes") if resume else None
     count = nodes or before or 10
     if resume:
@@ -68,6 +68,17 @@ def plan(
         modules=own_modules(checked),
         warnings=() if checked.settings.data.test_fraction else (NO_TEST,),
     )
+
+
+def command_to_resume(launch: Launch, num_rounds: int = 0) -> str:
+    """Return what goes on with a run as it was launched, or to `num_rounds`; what its folder holds is not typed again."""
+    kept = settings_to_resume(launch.out_dir, read_header(launch.out_dir))
+    wanted = {**launch.run_config, **({"num-rounds": num_rounds} if num_rounds else {})}
+    changed = [key for key in sorted(MAY_CHANGE - {"out-dir", "resume", "experiment"}) if wanted.get(key) != kept.get(key)]
+    words = [f"-c {shlex.quote(f'{key}={wanted[key]}')}" for key in changed]
+    machine = (("cpus", launch.cpus, 1), ("gpus", launch.gpus, 0.0), ("workers", launch.workers, 0))
+    words += [f"--{name} {value:g}" for name, value, default in machine if value != default]
+    return " ".join(["heterofleet simulate --resume", shlex.quote(str(launch.out_dir)), *words])
 
 
 def _folder(typed: dict[str, Scalar], out_dir: Path | None, resume: Path | None) -> Path:

@@ -9,8 +9,8 @@ from typing import Any
 from server_app.rundata import read_object
 
 # What may differ between a run and the run that goes on with it; everything else decides the result.
-_MAY_CHANGE = {"num-rounds", "out-dir", "state-dir", "resume", "export", "experiment"}
-_MAY_CHANGE |= {f"fleet.{key}" for key in ("min-nodes", "quorum", "join-timeout", "round-timeout", "retries")}
+MAY_CHANGE = {"num-rounds", "out-dir", "state-dir", "resume", "export", "experiment"}
+MAY_CHANGE |= {f"fleet.{key}" for key in ("min-nodes", "quorum", "join-timeout", "round-timeout", "retries")}
 
 
 class CheckpointError(RuntimeError):
@@ -37,6 +37,19 @@ def done_rounds(folder: Path) -> dict[str, int]:
     return found
 
 
+def settings_to_resume(folder: Path, header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a bare `resume` goes on with: those of `header`, and as many rounds as were last asked for."""
+    asked = read_object(folder / "status.json").get("num_rounds")
+    return {**header["run_config"], **({"num-rounds": asked} if isinstance(asked, int) and asked > 0 else {})}
+
+
+def is_complete(folder: Path, num_rounds: int) -> bool:
+    """Return whether a run ended well and each of its strategies has this many rounds behind it, so that nothing is left to do."""
+    status, done = read_object(folder / "status.json"), done_rounds(folder)
+    runs = status.get("runs") or ()
+    return status.get("state") == "completed" and bool(runs) and all(done.get(run, 0) >= num_rounds for run in runs)
+
+
 def is_free(folder: Path) -> bool:
     """Return whether a new run may use the folder: it holds none, or one that failed before its first round was complete."""
     if not (folder / "run.json").exists():
@@ -59,7 +72,7 @@ def check_resume(folder: Path, header: Mapping[str, Any], run_config: Mapping[st
     before = header["run_config"]
     differences = [
         f"{key}: {before.get(key)!r} then, {run_config.get(key)!r} now"
-        for key in sorted({*before, *run_config} - _MAY_CHANGE)
+        for key in sorted({*before, *run_config} - MAY_CHANGE)
         if before.get(key) != run_config.get(key)
     ]
     then = header.get("nodes")

@@ -253,7 +253,7 @@ def test_a_key_of_another_user_is_to_be_handed_over_not_made_anew(monkeypatch, t
 
     monkeypatch.setattr(Path, "read_bytes", denied)
     check = check_key(tmp_path / "node.key", "pi-1")
-    assert (check.fatal, check.cure) == (True, f"sudo chown $USER {tmp_path}/node.key")
+    assert (check.fatal, check.cure) == (True, f"sudo chown $USER {tmp_path}/node.key; with --systemd, type it with sudo instead")
 
 
 def test_a_server_that_does_not_answer_is_told_and_not_fatal(fleet):

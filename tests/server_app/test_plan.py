@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_no_test_samples_are_warned_of(launched: list[Launch], tmp_path: Path) -
 def test_a_stop_says_what_can_be_typed_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool, words: str) -> None:
     def stopped(wanted: Launch, on_status: Any) -> dict[str, Any]:
         if begun:
-            (wanted.out_dir / "run.json").write_text("{}", encoding="utf-8")
+            (wanted.out_dir / "run.json").write_text(json.dumps({"run_config": wanted.run_config}), encoding="utf-8")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launch, "simulate", stopped)

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 import server_app.app
+from server_app import cli, launch
+from server_app.checkpoint import write_text
 from server_app.resume import CheckpointError, check_resume, is_free
 from server_app.settings import SettingsError
 from strategies import fleet
@@ -65,6 +67,42 @@ def test_the_command_refuses_before_it_launches(finished: tuple[dict[str, Any], 
     assert (out / "status.json").read_bytes() == before
     result = command("simulate", "--resume", str(out), "-c", "num-rounds=4")
     assert [(wanted.nodes, wanted.run_config["num-rounds"]) for wanted in launched] == [(3, 4)], result.output
+
+
+def test_a_complete_run_is_not_launched_again_but_says_how_to_go_on(
+    finished: tuple[dict[str, Any], Path], launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, out = finished
+    for _ in range(2):
+        result = command("simulate", "--resume", str(out))
+        assert (result.exit_code, launched) == (0, []), result.output
+        assert f"complete: round 2 of 2 is done; for more, type for example: heterofleet simulate --resume {out} -c num-rounds=4\n" in result.stderr
+        assert str(out / "report.html") in result.stdout
+    _main({**settings, "resume": str(out), "num-rounds": 3})
+    assert "round 3 of 3 is done" in command("simulate", "--resume", str(out)).stderr
+    assert launched == []
+    status = json.loads((out / "status.json").read_text())
+    (out / "status.json").write_text(json.dumps({**status, "state": "failed"}))  # killed before its report
+    assert command("simulate", "--resume", str(out)).exit_code == 0
+    assert len(launched) == 1
+
+
+@pytest.mark.parametrize(("begun", "rounds"), [(False, " -c num-rounds=9"), (True, "")])
+def test_a_resumed_run_that_is_stopped_says_what_goes_on_to_the_rounds_that_were_asked_for(
+    finished: tuple[dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch, begun: bool, rounds: str
+) -> None:
+    _, out = finished
+
+    def stopped(wanted: launch.Launch, on_status: Any) -> dict[str, Any]:
+        if begun:
+            write_text(out / "status.json", json.dumps({"state": "failed", "num_rounds": 9, "runs": ["fedavg"]}))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "simulate", stopped)
+    monkeypatch.setattr(cli.err, "width", 300)
+    result = command("simulate", "--resume", str(out), "-c", "num-rounds=9", "-c", "fleet.quorum=0.7", "--workers", "3")
+    assert result.exit_code == 130, result.output
+    assert f"go on with: heterofleet simulate --resume {out} -c fleet.quorum=0.7{rounds} --workers 3\n" in result.stderr
 
 
 @pytest.mark.parametrize(("then", "now", "words"), [(0, 4, "real nodes then, 4 simulated"), (4, 0, "4 simulated nodes then, real nodes")])
