@@ -21,6 +21,10 @@ FINETUNED_NOTE = (
     "fedavg fine-tuned: after the last round every node trains the average once more on its own data, all nodes, sampled or not; "
     "a node's budget there is one local training longer than elsewhere."
 )
+ONE_SEED = (
+    "One seed says little: another split and start can turn a gain round, and there is no spread to hold it against; "
+    "--seeds 1,2,3 gives one, and keeps the runs that are done."
+)
 ORACLE_NOTE = "Best round (oracle) was chosen on test data: it is no result, only how far the last round is from it."
 
 
@@ -31,7 +35,7 @@ def score_heads(result: Row) -> tuple[str, ...]:
 
 def score_cells(row: Row) -> tuple[str, ...]:
     """Return how well a case did, as text."""
-    span = "–" if row["min"] is None else f"{percent(row['min'])} – {percent(row['max'])}"
+    span = "–" if row["done"] < 2 else f"{percent(row['min'])} – {percent(row['max'])}"
     done = f"{row['done']} of {len(row['seeds'])}"
     gain = points(row["gain"]) + spread(row["gain_std"])
     return (row["case"], done, percent(row["mean"]) + spread(row["std"]), span, percent(row["worst"]), gain)
@@ -63,8 +67,9 @@ def spread(std: float | None) -> str:
 
 
 def notes(result: Row) -> list[str]:
-    """Return what must be said beside the table, case by case."""
-    told = [f"{row['case']}: {note}" for row in result["rows"] for note in row["notes"]]
+    """Return what must be said beside the table: of the whole, then case by case."""
+    told = [ONE_SEED] if len(result["seeds"]) == 1 else []
+    told += [f"{row['case']}: {note}" for row in result["rows"] for note in row["notes"]]
     told += [f"{row['case']}: chosen {settings(row['chosen'])}" for row in result["rows"] if row["searched"] and row["done"]]
     if other := result["cost"]["other_code"]:
         told.append(f"{other} jobs were run by another version of this code; remove their folders to run them again")
@@ -149,13 +154,15 @@ def _bars(result: Row) -> Image | None:
         return None
     figure, axes = new_figure(height=0.55 * len(rows) + 1.4)
     places, means = list(range(len(rows))), [row["mean"] for row in rows]
-    reach = [[row["mean"] - row["min"] for row in rows], [row["max"] - row["mean"] for row in rows]]
+    several = any(row["done"] > 1 for row in rows)
+    reach = [[row["mean"] - row["min"] for row in rows], [row["max"] - row["mean"] for row in rows]] if several else None
     axes.barh(places, means, 0.62, xerr=reach, color=_colors(rows), error_kw={"ecolor": INK, "capsize": 3}, zorder=2)
     axes.scatter([row["worst"] or 0.0 for row in rows], places, marker="|", s=160, color="white", zorder=3)
     axes.set_yticks(places, [row["case"] for row in rows], fontsize=11)
     axes.invert_yaxis()
     percent_axis(axes, "x")
-    axes.set_xlabel("mean test accuracy of the nodes; line: lowest to highest seed; white mark: worst node", fontsize=10)
+    line = "; line: lowest to highest seed" if several else ", one seed"
+    axes.set_xlabel(f"mean test accuracy of the nodes{line}; white mark: worst node", fontsize=10)
     told = "; ".join(f"{row['case']} {row['mean']:.1%}" for row in rows)
     return Image("cases", "Last round", f"Bars of the mean accuracy of each case: {told}.", to_png(figure))
 
