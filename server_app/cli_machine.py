@@ -10,6 +10,8 @@ import typer
 
 from server_app.cli_common import Classes, Overrides, Shape, explained, literal, out, shape_of
 
+_MOST_DAYS = 3650  # server_app.certs.CA_DAYS, whose module takes a while to import
+
 
 def add(app: typer.Typer) -> None:
     """Register the commands."""
@@ -41,7 +43,7 @@ def certs(
     host: Annotated[list[str] | None, typer.Option(help="DNS name by which nodes reach the server; repeat it for more.")] = None,
     ip: Annotated[list[str] | None, typer.Option(help="Address by which nodes reach it; repeat it for more.")] = None,
     nodes: Annotated[int, typer.Option("--nodes", "-n", min=1, help="Nodes to make keys for.")] = 3,
-    days: Annotated[int, typer.Option(min=1, help="Validity of the server's certificate.")] = 365,
+    days: Annotated[int, typer.Option(min=1, max=_MOST_DAYS, help="Validity of the server's certificate; the CA's is ten years.")] = 365,
     renew: Annotated[bool, typer.Option("--renew", help="Only a new server certificate, for the names of the old one by default.")] = False,
 ) -> None:
     """Make what a fleet on real machines authenticates itself with, and print the commands to type next."""

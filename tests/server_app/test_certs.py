@@ -15,7 +15,7 @@ from cryptography.x509.verification import PolicyBuilder, Store, VerificationErr
 from typer.testing import CliRunner
 
 from server_app import cli
-from server_app.certs import CertsError, create, renew
+from server_app.certs import CA_DAYS, CertsError, create, renew
 
 
 @pytest.fixture
@@ -160,6 +160,17 @@ def test_renewal_needs_the_cas_key_and_the_right_one(fleet, tmp_path):
     (fleet / "ca.key").unlink()
     with pytest.raises(CertsError, match=r"ca\.key"):
         renew(fleet)
+
+
+def test_the_help_tells_how_long_a_certificate_may_last_and_the_command_holds_to_it(tmp_path):
+    shown = CliRunner().invoke(cli.app, ["certs", "--help"], env={"COLUMNS": "200"}).output
+    assert f"[1<=x<={CA_DAYS}]" in shown
+    last = CliRunner().invoke(cli.app, ["certs", "--out", str(tmp_path / "last"), "--days", str(CA_DAYS)])
+    assert last.exit_code == 0, last.output
+    over = CliRunner().invoke(cli.app, ["certs", "--out", str(tmp_path / "over"), "--days", str(CA_DAYS + 1)], env={"COLUMNS": "200"})
+    assert over.exit_code == 2
+    assert f"1<=x<={CA_DAYS}" in over.output
+    assert not (tmp_path / "over").exists()
 
 
 def test_the_command_prints_what_to_type_next_and_the_paths_exist(tmp_path, monkeypatch):
