@@ -70,7 +70,8 @@ def _splits(kind: str, where: str, scratch: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # the library's builders raise whatever their parsers do
         cause = error.__cause__ or error
-        raise DataError(f"{where} cannot be read as a data set: {type(cause).__name__}: {str(cause).strip()[:300]}") from error
+        taken = _taken_for_a_name(where) if kind == "hub" else ""
+        raise DataError(f"{taken}{where} cannot be read as a data set: {type(cause).__name__}: {str(cause).strip()[:300]}") from error
     splits = dict(found) if isinstance(found, dict) else {"train": found}
     if not any(len(split) for split in splits.values()):
         raise DataError(f"{where} has no rows")
@@ -87,12 +88,18 @@ def _reach_hub(name: str) -> None:
     try:
         huggingface_hub.HfApi().dataset_info(name, timeout=_HUB_SECONDS)
     except HfHubHTTPError as error:
-        raise DataError(f"Hugging Face has no data set {name!r} for this user ({_first_line(error)}); check the name, or log in") from error
+        told = f"Hugging Face has no data set {name!r} for this user ({_first_line(error)}); check path and name, or log in"
+        raise DataError(_taken_for_a_name(name) + told) from error
     except Exception as error:  # httpx or requests errors, by the version of the library
         raise DataError(
-            f"data source {name!r} is no file or folder here, and the Hugging Face hub cannot be reached ({_first_line(error)}); "
+            f"{_taken_for_a_name(name)}the Hugging Face hub cannot be reached ({_first_line(error)}); "
             "name a local file or folder, or set HF_HUB_OFFLINE=1 where the data set was downloaded before"
         ) from error
+
+
+def _taken_for_a_name(source: str) -> str:
+    """Return what to say first where a source could have been meant as a path."""
+    return f"data source {source!r}: no file or folder {Path(source).absolute()} exists, so it was taken for a Hugging Face name: "
 
 
 def _first_line(error: Exception) -> str:

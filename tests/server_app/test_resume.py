@@ -76,7 +76,10 @@ def test_a_complete_run_is_not_launched_again_but_says_how_to_go_on(
     for _ in range(2):
         result = command("simulate", "--resume", str(out))
         assert (result.exit_code, launched) == (0, []), result.output
-        assert f"complete: round 2 of 2 is done; for more, type for example: heterofleet simulate --resume {out} -c num-rounds=4\n" in result.stderr
+        assert (
+            f"complete: round 2 of 2 is done; for more, type for example: heterofleet simulate --resume {out} -c num-rounds=4\n"
+            in result.stderr
+        )
         assert str(out / "report.html") in result.stdout
     _main({**settings, "resume": str(out), "num-rounds": 3})
     assert "round 3 of 3 is done" in command("simulate", "--resume", str(out)).stderr

@@ -177,6 +177,35 @@ def test_a_name_on_the_hub_fails_at_once_without_a_network(monkeypatch, configur
         open_source("some/name", configured().data)
 
 
+@pytest.mark.parametrize(("name", "offline"), [("pics", False), ("pics/train", False), ("pics", True)])
+def test_a_path_that_is_not_there_is_told_before_what_hugging_face_says_of_the_name(monkeypatch, configured, tmp_path, name, offline):
+    import datasets
+    import httpx
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    def unknown(*_, **__):
+        raise RepositoryNotFoundError("401 Client Error.\nmore", response=httpx.Response(401, request=httpx.Request("GET", "http://hub")))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unknown)
+    monkeypatch.setattr(datasets, "load_dataset", unknown)
+    with pytest.raises(DataError) as caught:
+        open_source(name, configured().data)
+    first, _, then = str(caught.value).partition(", so it was taken for a Hugging Face name: ")
+    assert first == f"data source {name!r}: no file or folder {tmp_path / name} exists"
+    assert then.startswith("pics cannot be read as a data set" if offline else f"Hugging Face has no data set {name!r}")
+    assert "401 Client Error" in then
+
+
+def test_a_path_that_can_be_no_name_is_told_to_be_missing_where_it_was_looked_for(monkeypatch, configured, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("./pics", "pics/train/a", "pics.csv"):
+        with pytest.raises(DataError, match=f"there is no {tmp_path / name}; name 'embedded'"):
+            open_source(name, configured().data)
+
+
 def test_a_damaged_picture_is_named(picture_folder, cache_home, configured):
     folder = picture_folder({"a": 2})
     whole = (folder / "a" / "001.png").read_bytes()
