@@ -1,6 +1,6 @@
 """CIFAR-10: FedHM's full model and tiers round by round, against FedAvg of the smallest and of the full model.
 
-    python benchmarks/fedhm_cifar.py --data CIFAR10_FOLDER --out RESULTS [--rounds 60] [--jobs 1]
+    python benchmarks/fedhm_cifar.py --data CIFAR10_FOLDER --out RESULTS [--jobs 2]
 
 Ten nodes, IID and Dirichlet 0.5, rank ratios 1, 1/2, 1/4, 1/8 in turn (3, 3, 2, 2 nodes), 500 training and 125 test pictures
 each. The model is ResNet-18 reduced in two ways, so that a run takes minutes on one core: a quarter of the width (16, 32, 64,
@@ -9,7 +9,7 @@ the arithmetic. rho = 3 as published. Runs are in-process, one torch thread each
 case goes through the same code, evaluation and BatchNorm: at ratio 1 with sample weights FedHM is FedAvg, and "smallest" is
 FedAvg of the model cut to 1/8, factors as plain layers.
 
-Accuracy is that of the common test set (1000 pictures): `full`, and the full model truncated to each tier. For cases of
+Accuracy is that of a common test set of 4000 pictures: `full`, and the full model truncated to each tier. For cases of
 one tier there is one model. `personal` is the mean over the nodes of their own cut on their own test split.
 """
 
@@ -122,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="CIFAR-10: a Hugging Face name or a local folder")
     parser.add_argument("--out", required=True, type=Path, help="folder for the runs")
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--samples", type=int, default=625, help="pictures of one node, a fifth of them for its test")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--eval-every", type=int, default=5, help="rounds")
@@ -143,6 +143,7 @@ def main() -> None:
         "alone": False,
         "data.source": str(Path(options.data).resolve()) if Path(options.data).exists() else options.data,
         "data.samples-per-node": options.samples,
+        "data.shared-test": 4000,
         "data.augment": "crop-flip",
         "fleet.models": MODEL,
         "fleet.rank-ratios": ",".join(f"{ratio:g}" for ratio in RATIOS),
