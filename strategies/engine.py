@@ -26,7 +26,7 @@ from strategies.aggregation import UpdateError, check_update
 from strategies.exchange import Exchange
 from strategies.fleet import Fleet, FleetError, Node, ask
 from strategies.ledger import Journal, Ledger
-from strategies.messages import Payload, Tensors, Update, attach_part, decode, encode
+from strategies.messages import Payload, Tensors, Update, attach_part, decode, encode, wire_bytes
 
 
 class HeteroStrategy(FlowerStrategy):
@@ -292,7 +292,8 @@ class HeteroStrategy(FlowerStrategy):
         names = {node.node_id: node.name for node in [*self._here, *self._sampled]}
         asked = {names[message.metadata.dst_node_id]: message for message in messages}
         started = time.perf_counter()
-        for name, reply in self._exchange.send(asked, self.settings.fleet.round_timeout):
+        largest = max((wire_bytes(message.content) for message in messages), default=0)  # replies are about as large
+        for name, reply in self._exchange.send(asked, self.settings.fleet.round_timeout, largest):
             if isinstance(reply, str):
                 self._ledger.fail(server_round, name, phase, reply)
             else:
@@ -307,6 +308,7 @@ class HeteroStrategy(FlowerStrategy):
         tensors = decode(content)
         count = report.get("num_examples", 0)
         self._ledger.received(node.name, content)
+        content.clear()  # the bytes that were read: as much memory as the tensors
         if isinstance(count, (str, bool)) or not count > 0:
             raise UpdateError(f"the node reports {count!r} training samples: it has no weight in this round")
         check_update(tensors, self.expected(node))

@@ -20,7 +20,7 @@ from itertools import islice
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-_CHUNK = 8  # replies pulled at once: what bounds the server's memory
+_CHUNK, _PULL = 8, 64e6  # replies and about bytes pulled at once: what bounds the server's memory
 _POLL_FIRST, _POLL_LAST = 0.01, 0.5  # seconds
 _LOOK = 5.0  # seconds between looks at who was started again
 _RESTARTED = "the node was started again meanwhile and has lost its order"
@@ -39,23 +39,25 @@ class Exchange:
 
     def busy_nodes(self) -> set[str]:
         """Return the names of nodes that still work on a message of an earlier exchange, after reading what came late."""
-        for chunk in _chunks(list(self.busy)):
+        for chunk in _chunks(list(self.busy), _CHUNK):
             for reply in self.grid.pull_messages(chunk):
                 self.busy.pop(reply.metadata.reply_to_message_id, None)
         return set(self.busy.values())
 
-    def send(self, messages: dict[str, Message], timeout: float) -> Iterator[tuple[str, Message | str]]:
+    def send(self, messages: dict[str, Message], timeout: float, reply_bytes: int = 0) -> Iterator[tuple[str, Message | str]]:
         """Send one message a node; yield (node name, reply or the reason why there is none), each name once.
 
-        Ends after `timeout` seconds at the latest, counted from the call. A reply is yielded as it arrives.
+        Ends after `timeout` seconds at the latest, counted from the call. A reply is yielded as it arrives; the larger replies
+        are (`reply_bytes`, about), the fewer are fetched at once.
         """
+        at_once = max(1, min(_CHUNK, int(_PULL / max(1, reply_bytes))))
         end = time.monotonic() + timeout
         unsent, waiting = dict(messages), dict[str, str]()
         pause, begun, look = _POLL_FIRST, self._activations() if messages else {}, time.monotonic() + _LOOK
         while unsent or waiting:
             yield from ((node, "refused by the SuperLink: the node is unknown or has left") for node in self._fill(unsent, waiting))
             arrived = False
-            for chunk in _chunks(list(waiting)):
+            for chunk in _chunks(list(waiting), at_once):
                 for reply in self.grid.pull_messages(chunk):
                     node = waiting.pop(reply.metadata.reply_to_message_id, None)
                     if node is not None:
@@ -110,8 +112,8 @@ def _window(grid: Grid) -> int:
     return max(16, 4 * (os.cpu_count() or 1)) if type(grid).__name__ == "InMemoryGrid" else sys.maxsize
 
 
-def _chunks(ids: list[str]) -> Iterator[list[str]]:
-    return (ids[i : i + _CHUNK] for i in range(0, len(ids), _CHUNK))
+def _chunks(ids: list[str], size: int) -> Iterator[list[str]]:
+    return (ids[i : i + size] for i in range(0, len(ids), size))
 
 
 _CODES = {

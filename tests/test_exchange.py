@@ -20,7 +20,7 @@ class Counter:
         self.silent, self.unknown, self.ids = set(silent), set(unknown), itertools.count()
         self.open: dict[str, str] = {}
         self.pulled: set[str] = set()
-        self.most, self.order = 0, []
+        self.most, self.largest_pull, self.order = 0, 0, []
 
     def push_messages(self, messages: list[str]) -> list[str]:
         taken = []
@@ -35,6 +35,7 @@ class Counter:
     def pull_messages(self, ids: list[str]) -> list[Any]:
         ready = [i for i in ids if i in self.open and i in self.pulled and self.open[i] not in self.silent]
         self.pulled |= set(ids)
+        self.largest_pull = max(self.largest_pull, len(ids))
         return [_reply(i, self.open.pop(i)) for i in ready]
 
 
@@ -106,6 +107,14 @@ def test_a_node_that_was_started_again_is_not_waited_for_and_is_free_for_the_nex
     assert replies["node-1"] == "the node was started again meanwhile and has lost its order"
     assert replies["node-2"] == "no reply within 0.3 s (fleet.round-timeout)"
     assert exchange.busy_nodes() == {"node-2"}
+
+
+@pytest.mark.parametrize(("reply_bytes", "at_once"), [(0, 8), (10**6, 8), (20 * 10**6, 3), (45 * 10**6, 1), (10**9, 1)])
+def test_large_replies_are_fetched_few_at_a_time(reply_bytes: int, at_once: int) -> None:
+    grid = Counter()
+    replies = dict(Exchange(grid, window=50).send(_messages(20), 10.0, reply_bytes))
+    assert replies.keys() == _messages(20).keys()
+    assert grid.largest_pull == at_once
 
 
 def test_nothing_to_send_is_over_at_once() -> None:
