@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from server_app.settings import Positive, Section, StrList, split_list
+from server_app.settings import NonNegative, Positive, Section, StrList, split_list
 from strategies.fedmuscle.temperatures import FixedSchedule, LinearSchedule, Schedule
 
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(split_list)]
@@ -18,7 +18,9 @@ class Config(Section):
     Attributes:
         exchange: `step` (T exchanges a round, peers' representations), `gradient` (T exchanges a round, one gradient), `round`
             (none beside training: representations travel with the training messages and are one round old).
-        objective: `muscle`, or to compare with `pairwise`, `gramian`, `none` (no exchange: local training).
+        objective: `muscle`, or to compare with `pairwise`, `gramian`, `simclr` (no exchange: the same steps on two views of its own),
+            `none` (no exchange: local training).
+        simclr_weight: of a further loss between two random views of its own, beside any objective that exchanges; 0: none.
         steps: T, optimiser steps on public batches in a round.
         peers: M, other nodes a node is aligned with at a time.
         dim: D, width of the common space.
@@ -41,7 +43,8 @@ class Config(Section):
     """
 
     exchange: Literal["step", "gradient", "round"] = "round"
-    objective: Literal["muscle", "pairwise", "gramian", "none"] = "muscle"
+    objective: Literal["muscle", "pairwise", "gramian", "simclr", "none"] = "muscle"
+    simclr_weight: NonNegative = 0.0
     steps: int = Field(16, ge=1)
     peers: int = Field(3, ge=1)
     dim: int = Field(256, ge=2)
@@ -78,9 +81,18 @@ class Config(Section):
             )
         if len(set(self.prefixes)) < len(self.prefixes) or max(self.prefixes, default=1) > self.dim:
             raise ValueError(f"prefixes = {','.join(map(str, self.prefixes))}: need different numbers from 1 to dim = {self.dim}")
-        if self.prefixes and self.objective in ("pairwise", "gramian"):
+        if self.public_views == "plain" and (self.objective == "simclr" or self.simclr_weight):
+            raise ValueError("two views of one item differ only with public-views = 'random'; set it, or leave simclr out")
+        if self.simclr_weight and not self.exchanges:
+            raise ValueError(f"simclr-weight is for objectives that exchange, not for {self.objective}; set it to 0")
+        if self.prefixes and self.objective in ("pairwise", "gramian", "simclr"):
             raise ValueError(f"prefixes are for the muscle objective, not for {self.objective}; leave them empty")
         return self
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether representations travel."""
+        return self.objective not in ("simclr", "none")
 
     @property
     def rate_of_projector(self) -> float:

@@ -59,6 +59,17 @@ def pairwise_loss(anchor_BD: torch.Tensor, peers: Sequence[torch.Tensor], tau: f
     return torch.stack(losses).sum()
 
 
+def simclr_loss(first_BD: torch.Tensor, second_BD: torch.Tensor, tau: float) -> torch.Tensor:
+    """Return NT-Xent (Chen et al., 2020, eq. 1), the mean over 2B unit rows: each has the other view of its item to find among 2B - 1.
+
+    Unlike with the other objectives both arguments get a gradient: both are the node's own.
+    """
+    rows = torch.cat([first_BD, second_BD])
+    B = len(first_BD)
+    scores = (rows @ rows.T / tau).masked_fill(torch.eye(2 * B, dtype=torch.bool, device=rows.device), -torch.inf)
+    return F.cross_entropy(scores, torch.arange(2 * B, device=rows.device).roll(B))
+
+
 def gramian_loss(
     anchor_BD: torch.Tensor, peers: Sequence[torch.Tensor], tau: float = 0.07, *, eps: float = 1e-6, smoothing: float = 0.1
 ) -> torch.Tensor:

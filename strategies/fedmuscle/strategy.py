@@ -41,7 +41,7 @@ class Strategy(HeteroStrategy):
 
     @property
     def uploads(self) -> bool:  # type: ignore[override]
-        return self.method.objective != "none"
+        return self.method.exchanges
 
     def prepare(self, nodes: list[Node]) -> None:
         """Take the public set most nodes hold (at the first round) and leave out the nodes that hold another."""

@@ -18,6 +18,8 @@ from strategies.fedmuscle.elastic import elastic_loss, layer_weight, mrl_e_outpu
 from strategies.fedmuscle.exchange import Batches, alignment_loss, checked_gradient, pack, unit_rows
 from strategies.fedmuscle.lora import add_lora, folded
 from strategies.fedmuscle.loss import attach
+from strategies.fedmuscle.objectives import simclr_loss
+from strategies.fedmuscle.public import public_indices
 from strategies.fedmuscle.transport import normalise
 from strategies.fedmuscle.truncate import truncated
 from strategies.fedmuscle.views import random_view
@@ -106,11 +108,14 @@ class NodeTrainer(local.NodeTrainer):
         return nested_head_loss(outputs, targets, self.context.task.loss) / len(outputs)  # a mean, as train.learning-rate is for one loss
 
     def train(self, payload: Payload, generator: torch.Generator) -> Update:
+        now = int(payload.settings["now"])
         metrics = self._catch_up(payload, generator) if payload.parts else {}
+        if self.config.objective == "simclr" and now > 1:  # as often as nodes that exchange
+            metrics = self._contrast_views(now - 1)
         stats = self.fit(generator)
         if self.evaluated is not self.model:
             load_exactly(self.evaluated, self.model.state_dict())
-        upload = self._upload(int(payload.settings["now"])) if self.config.objective != "none" else {}
+        upload = self._upload(now) if self.config.exchanges else {}
         return Update(upload, stats.samples, {"train_loss": stats.loss, **metrics})
 
     def exchange(self, payload: Payload, generator: torch.Generator) -> Update:
@@ -124,7 +129,7 @@ class NodeTrainer(local.NodeTrainer):
         else:
             peers = [rows_SBD[0] for rows_SBD in self._peers(payload, batches)]
             loss, met = alignment_loss(self.config, rep_BD, peers, generator), len(peers)
-        self.adam.step(loss)
+        self.adam.step(self._with_simclr(loss, rep_BD, index_B, batches.server_round, batches.step))
         following = batches.step + 1
         upload = self._upload(batches.server_round, following) if following < self.config.steps else {}
         return Update(upload, len(index_B), {"contrastive_loss": float(loss.detach()), "peers": float(met)})
@@ -196,12 +201,31 @@ class NodeTrainer(local.NodeTrainer):
         for step, index_B in enumerate(batches.indices):
             anchor_BD = self._represent(index_B, batches.server_round, step)
             loss = alignment_loss(self.config, anchor_BD, [rows_SBD[step] for rows_SBD in peers], generator)
-            self.adam.step(loss)
+            self.adam.step(self._with_simclr(loss, anchor_BD, index_B, batches.server_round, step))
             losses.append(float(loss.detach()))
         return {"contrastive_loss": sum(losses) / len(losses), "peers": float(len(peers))}
 
-    def _represent(self, index_B: torch.Tensor, server_round: int, step: int) -> torch.Tensor:
-        """Return unit rows (B, D) of public items, of the view that this node has of them at that step.
+    def _contrast_views(self, server_round: int) -> dict[str, float]:
+        """Take T steps on two views of its own; return what they were."""
+        losses = []
+        seed, size = self.context.settings.seed, self.config.public_batch
+        for step in range(self.config.steps):
+            index_B = public_indices(seed, server_round, step, num_items=len(self.public), batch_size=size)
+            loss = self._simclr(self._represent(index_B, server_round, step), index_B, server_round, step)
+            self.adam.step(loss)
+            losses.append(float(loss.detach()))
+        return {"contrastive_loss": sum(losses) / len(losses), "peers": 0.0}
+
+    def _with_simclr(self, loss: torch.Tensor, rep_BD: torch.Tensor, index_B: torch.Tensor, server_round: int, step: int) -> torch.Tensor:
+        weight = self.config.simclr_weight
+        return loss + weight * self._simclr(rep_BD, index_B, server_round, step) if weight else loss
+
+    def _simclr(self, rep_BD: torch.Tensor, index_B: torch.Tensor, server_round: int, step: int) -> torch.Tensor:
+        second_BD = self._represent(index_B, server_round, step, "second view")
+        return simclr_loss(rep_BD, second_BD, self.config.schedule.at(1).tau)
+
+    def _represent(self, index_B: torch.Tensor, server_round: int, step: int, view: str = "view") -> torch.Tensor:
+        """Return unit rows (B, D) of public items, of the view that this node has of them at that step, or of another one.
 
         In evaluation mode: public items must not move running statistics, and the anchor must be what was uploaded.
         """
@@ -209,7 +233,7 @@ class NodeTrainer(local.NodeTrainer):
         raw = self.public.batch(index_B)
         if self.config.public_views == "random":
             node, seed = self.context.profile.node_name, self.context.settings.seed
-            raw = random_view(raw, generator_of(seed, node, server_round, step, "view"))
+            raw = random_view(raw, generator_of(seed, node, server_round, step, view))
         raw = raw.to(self.context.device)
         features = self.model.features(channels_last(self.context.task.prepare(raw, False, None)))
         return normalise(self.projector(features.to(self.projector.weight.dtype)))[0]

@@ -78,8 +78,8 @@ def test_every_objective_moves_the_anchor_only(name):
 
 def test_refusals():
     anchor, peers = representations("mid", 1, 6, 8)
-    with pytest.raises(ValueError, match="'simclr' is unknown; choose one of muscle, pairwise, gramian, none"):
-        objective_loss("simclr", anchor, peers, LinearSchedule())
+    with pytest.raises(ValueError, match="'cosine' is unknown; choose one of muscle, pairwise, gramian, none"):
+        objective_loss("cosine", anchor, peers, LinearSchedule())
     for call in (lambda p: pairwise_loss(anchor, p, 0.1), lambda p: gramian_loss(anchor, p)):
         with pytest.raises(ValueError, match=r"peer 0 is torch.float32 \(5, 8\)"):
             call([peers[0][:5]])
