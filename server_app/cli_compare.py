@@ -42,15 +42,17 @@ def compare(
     """Compare strategies and settings over seeds on one task: is joining worth it, and with what?
 
     Nodes alone, FedAvg on the small model, and that fine-tuned on each node are always in it. Type the same command again to go
-    on after a stop. Exit code 1 only if no run was done.
+    on after a stop. Exit code 2 for what is refused before anything starts, 1 if a run failed; the others are shown all the same.
     """
     with explained():
         from server_app.cases import plan_comparison
+        from server_app.jobs import check_cases
 
         made = plan_comparison(
             plan=plan, nodes=nodes, seeds=seeds, target=target, config=config or [], cases=case or [], search=search or []
         )
         folder = (out_dir or Path("runs") / "compare").expanduser().resolve()
+        check_cases(made, folder / "jobs")
         make_folder(folder, "--out")
         _run_comparison(made, folder, jobs or os.cpu_count() or 1, quiet)
 
@@ -77,5 +79,6 @@ def _run_comparison(made: Comparison, folder: Path, workers: int, quiet: bool) -
     result = write_comparison(made, folder)
     compare_show.results(out, result)
     out.print(f"report: {literal(str(folder / 'compare.html'))}", soft_wrap=True)
-    if not result["cost"]["done"]:
-        fail("no run was done; the reasons are above", 1)
+    cost = result["cost"]
+    if failed := cost["jobs"] - cost["done"]:
+        fail(f"{failed} of {cost['jobs']} runs failed; the reasons are above, and the same command tries them again", 1)

@@ -25,10 +25,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from client_app.protocol import fingerprint
-from server_app.cases import Job
+from server_app.cases import Comparison, Job
 from server_app.checkpoint import write_text
 from server_app.launch import read_status
 from server_app.link import uninterrupted
+from server_app.overrides import merged
+from server_app.settings import SettingsError
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -63,12 +65,48 @@ def job_record(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def is_done(folder: Path) -> bool:
+    """Return whether the job of this folder ended as planned."""
+    return bool(job_record(folder).get("state") == "done")
+
+
+def check_cases(comparison: Comparison, jobs_dir: Path) -> None:
+    """Return if every case could begin, as `preflight.check_fleet` says; what is done already is not asked.
+
+    Args:
+        comparison: what is to run.
+        jobs_dir: holds the folders of earlier jobs.
+
+    Raises:
+        SettingsError: naming the case.
+    """
+    from server_app.preflight import check_fleet  # torch: seconds
+
+    for name, job in _first_jobs(comparison):
+        if is_done(jobs_dir / job.folder):
+            continue
+        try:
+            check_fleet(merged([], job.config), job.nodes)
+        except SettingsError as error:
+            raise SettingsError(f"case {name!r}: {error}") from error
+
+
+def _first_jobs(comparison: Comparison) -> Iterator[tuple[str, Job]]:
+    """Yield each choice of each case at the first seed, and the first case at every seed: those differ in their splits alone."""
+    for case in comparison.cases:
+        for variant in case.variants:
+            yield case.name, variant.jobs[0]
+    first = comparison.cases[0]
+    for job in first.variants[0].jobs[1:]:
+        yield first.name, job
+
+
 def run_jobs(jobs: list[Job], out_dir: Path, workers: int, on_progress: Callable[[Progress], None] = lambda progress: None) -> Progress:
     """Run what is not done yet, `workers` jobs at once, and return how all ended; a failed job does not end the others.
 
     On any exception (Ctrl-C) every process it started is ended before it goes on.
     """
-    waiting = [job for job in jobs if job_record(out_dir / job.folder).get("state") != "done"]
+    waiting = [job for job in jobs if not is_done(out_dir / job.folder)]
     if waiting:
         _start_server()
     pool = _Pool(waiting, out_dir, max(1, min(workers, len(waiting))), Progress(len(jobs), skipped=len(jobs) - len(waiting)))

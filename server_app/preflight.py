@@ -39,19 +39,21 @@ def check_fleet(checked: RunConfig, nodes: int) -> None:
     """
     check_names(checked.settings, checked.method)
     seen: set[tuple[str, str]] = set()
+    sources: set[str] = set()
     for index in range(nodes):
         profile = NodeProfile.of({"partition-id": index, "num-partitions": nodes}, checked.settings)
         if (profile.model, profile.data) in seen:
             continue
         try:
-            _check_node(profile, checked, first=not seen)
+            _check_node(profile, checked, first=not seen, new_source=profile.data not in sources)
         except (ValueError, RuntimeError) as error:
             where = "" if isinstance(error, (tasks.DataError, SettingsError)) else f"{profile.node_name}, model {profile.model}: "
             raise SettingsError(f"{where}{error}") from error
         seen.add((profile.model, profile.data))
+        sources.add(profile.data)
 
 
-def _check_node(profile: NodeProfile, checked: RunConfig, *, first: bool) -> None:
+def _check_node(profile: NodeProfile, checked: RunConfig, *, first: bool, new_source: bool) -> None:
     settings = checked.settings
     task = tasks.load(profile, settings)
     if first:
@@ -64,7 +66,7 @@ def _check_node(profile: NodeProfile, checked: RunConfig, *, first: bool) -> Non
         own, config = strategies.settings_of({**checked.flat, "strategy": run})
         seed = derive_seed(settings.seed, profile.node_name)
         trainer = strategies.trainer_class(run)(NodeContext(profile, own, config, task, torch.device("cpu"), seed))
-        if first:  # with the public set, where the method has one
+        if new_source:  # with the public set, where the method has one: it must fit the node's samples
             trainer.describe()
 
 

@@ -323,9 +323,16 @@ def test_the_command_prints_the_table_and_leaves_a_page_that_needs_no_network(tm
     assert json.loads((tmp_path / "out/compare.json").read_text())["rows"][3]["mean"] == pytest.approx(0.7)
 
 
-def test_the_command_fails_if_no_run_was_done_and_refuses_what_is_wrong(tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "run_jobs", lambda *arguments: None)
-    assert CliRunner().invoke(cli.app, ["compare", "--out", str(tmp_path / "out"), "--quiet"]).exit_code == 1
-    refused = CliRunner().invoke(cli.app, ["compare", "--case", "nothing", "--out", str(tmp_path / "none")])
-    assert refused.exit_code == 2
-    assert not (tmp_path / "none").exists()
+def test_the_command_fails_if_one_run_failed(tmp_path, monkeypatch):
+    def here(wanted: list[Job], out_dir: Path, workers: int, watch: Any) -> None:
+        for job in wanted:
+            finished(out_dir, job, {"a": 0.6, "b": 0.8}, state="failed" if job.strategy == "fedmrl" else "done")
+
+    monkeypatch.setattr(jobs, "run_jobs", here)
+    monkeypatch.setattr(cli.out, "width", 200)
+    monkeypatch.setattr(cli.err, "width", 200)
+    arguments = ["compare", "-n", "2", "--out", str(tmp_path / "out"), "--quiet"]
+    assert CliRunner().invoke(cli.app, arguments).exit_code == 0
+    result = CliRunner().invoke(cli.app, [*arguments, "--case", "ours: strategy=fedmrl"])
+    assert (result.exit_code, "1 of 3 runs failed" in result.stderr) == (1, True), result.output
+    assert (tmp_path / "out/compare.html").is_file()
