@@ -55,7 +55,7 @@ class FleetSettings(Section):
     """Who takes part. The tables are read by partition number, cyclically, in simulation only."""
 
     models: StrList = Field(("cnn1", "cnn2", "cnn3", "cnn4", "cnn5"), min_length=1)
-    rank_ratios: RatioList = (1.0, 0.5, 0.25, 0.125)
+    rank_ratios: RatioList = Field((1.0, 0.5, 0.25, 0.125), min_length=1)
     data: StrList = ()
     min_nodes: int = Field(2, ge=1)
     fraction: float = Field(1.0, gt=0.0, le=1.0)

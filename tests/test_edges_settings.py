@@ -47,6 +47,7 @@ def test_node_config_comes_before_the_run_config():
         ("fleet.rank-ratios", "1.5", "less than or equal to 1"),
         ("fleet.rank-ratios", "half", "fleet.rank-ratios.*number"),
         ("fleet.models", "", "fleet.models is empty: name at least 1"),
+        ("fleet.rank-ratios", "", "fleet.rank-ratios is empty: name at least 1"),
         ("seed", 2**63, "seed = 9223372036854775808: .*less than or equal to"),
         ("strategy", "fedmlr", "did you mean 'fedmrl'"),
         ("train.batch-size", 0, "train.batch-size = 0.*greater than or equal to 1"),
