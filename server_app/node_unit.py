@@ -32,13 +32,13 @@ def unit(start: Start, state_dir: Path, *, memory: int, user: str = "") -> str:
     own = {"HETEROFLEET_HOME": state_dir, "FLWR_HOME": state_dir / "flwr", "HF_HOME": state_dir / "huggingface"}
     env = start.environment | {key: str(path) for key, path in own.items()}
     env["PATH"] = os.pathsep.join([str(start.program.parent), "/usr/local/bin", "/usr/bin", "/bin"])
-    place = [f"ReadWritePaths={_specifier(str(state_dir))}"]
+    place = [f"ReadWritePaths={_item(str(state_dir))}"]
     if _made_by_systemd(state_dir):
-        place = [f"StateDirectory={_specifier(str(state_dir.relative_to(_STATE_ROOT)))}", "StateDirectoryMode=0700"]
+        place = [f"StateDirectory={_item(str(state_dir.relative_to(_STATE_ROOT)), pairs=True)}", "StateDirectoryMode=0700"]
     limit = [f"MemoryMax={_mebibytes(memory)}M"] if memory else []
     lines = [
         "[Unit]",
-        f"Description=heterofleet node {name}",
+        f"Description=heterofleet node {_specifier(str(name))}",
         "Wants=network-online.target",
         "After=network-online.target time-sync.target",
         "StartLimitIntervalSec=0",
@@ -194,6 +194,21 @@ def _word(text: str, *, command: bool = False) -> str:
     """Return one word of a unit file, quoted; in a command `$` would be a variable."""
     escaped = _specifier(text).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped.replace("$", "$$") if command else escaped}"'
+
+
+def _item(text: str, *, pairs: bool = False) -> str:
+    """Return one path of a list, which systemd splits at spaces.
+
+    Args:
+        text: the path.
+        pairs: systemd splits it at a colon too, and knows a double quote in it only as \\x22.
+    """
+    if all(char.isalnum() or char in "/._-%@+=" for char in text):
+        return _specifier(text)
+    if not pairs:
+        return _word(text)
+    escaped = _specifier(text).replace("\\", "\\\\").replace(":", "\\:").replace('"', "\\x22")
+    return f'"{escaped}"'
 
 
 def _specifier(text: str) -> str:

@@ -82,6 +82,36 @@ def test_a_folder_anywhere_below_var_lib_is_made_by_systemd():
     assert "ReadWritePaths" not in service
 
 
+@pytest.mark.parametrize(
+    ("state_dir", "line"),
+    [
+        ("/var/lib/hetero fleet", 'StateDirectory="hetero fleet"'),
+        ("/var/lib/a:b \\ 5%", 'StateDirectory="a\\:b \\\\ 5%%"'),
+        ('/var/lib/the "old" one', 'StateDirectory="the \\x22old\\x22 one"'),
+        ("/mnt/my disk", 'ReadWritePaths="/mnt/my disk"'),
+        ('/mnt/the "old" \\ 5%', 'ReadWritePaths="/mnt/the \\"old\\" \\\\ 5%%"'),
+    ],
+)
+def test_a_folder_with_spaces_is_one_item_of_systemds_lists(tmp_path, state_dir, line):
+    text = unit(start(), Path(state_dir), memory=0, user="root")
+    assert line in text.splitlines()
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    file = tmp_path / "heterofleet-node.service"
+    file.write_text(text)
+    done = subprocess.run(["systemd-analyze", "verify", file], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    # A relative item of ReadWritePaths, an absolute one of StateDirectory: systemd tells what it read.
+    file.write_text(text.replace('ReadWritePaths="/', 'ReadWritePaths="').replace('StateDirectory="', 'StateDirectory="/'))
+    told = subprocess.run(["systemd-analyze", "verify", file], capture_output=True, text=True, timeout=60).stderr
+    assert f"absolute, ignoring: {wrong(state_dir)}" in told
+
+
+def wrong(state_dir: str) -> str:
+    """Return the path as the line that was made wrong has it: without its first slash, or with one in its folder's place."""
+    return state_dir.removeprefix("/var/lib") if state_dir.startswith("/var/lib") else state_dir[1:]
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return a folder that every user may enter, with a program and Python; the service sees the /tmp in which it lies."""
