@@ -127,8 +127,8 @@ def cost_of(run: RunData, *, down: int, up: int) -> Cost:
         exchanges=sum(row["exchanges"] for row in rounds),
         seconds=sum(row["seconds_exchanges"] for row in rounds),
         seconds_train=sum(slowest),
-        down=(sum(row["bytes_down"] for row in rounds), down),
-        up=(sum(row["bytes_up"] for row in rounds), up),
+        down=(sum(run.traffic(name, "bytes_down") for name in run.runs), down),
+        up=(sum(run.traffic(name, "bytes_up") for name in run.runs), up),
     )
 
 

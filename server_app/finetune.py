@@ -29,6 +29,9 @@ class _Memory:
     def round(self, row: dict[str, Any]) -> None:
         """The closing round is not one of the run."""
 
+    def export(self, row: dict[str, Any]) -> None:
+        """Nothing is exported."""
+
     def failure(self, server_round: int, node: str, phase: str, reason: str) -> None:
         self.failures.append({"round": server_round, "node": node, "phase": phase, "reason": reason})
 

@@ -48,6 +48,10 @@ class Recorder:
         """Append a node's row of a round."""
         self._append({"kind": "node", "run": self._run, **row})
 
+    def export(self, row: dict[str, Any]) -> None:
+        """Append what the nodes' writing of their models at the end cost."""
+        self._append({"kind": "export", "run": self._run, **row})
+
     def failure(self, server_round: int, node: str, phase: str, reason: str) -> None:
         """Append why a node did not take part."""
         self._append({"kind": "failure", "run": self._run, "round": server_round, "node": node, "phase": phase, "reason": reason})

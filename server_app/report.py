@@ -9,7 +9,8 @@
     settings       the flat run config, from run.json
     runs           name -> rounds (number done), round (of the numbers below), mean, std, worst, worst_node, weighted
                    (each node's own model on its own test split), shared (the shared model on the common test set, or
-                   null), bytes_down, bytes_up, seconds, seconds_per_round (median, first round excluded), failures
+                   null), bytes_down, bytes_up (of all rounds and the export), seconds, seconds_per_round (median, first round
+                   excluded), failures
     nodes          per node: node, model (that it used together), model_alone (null where it did not run alone), samples
                    (training), alone (run `local` after as many rounds, or null), together, gain (their difference, or
                    null), round (of `together`)
@@ -116,8 +117,7 @@ def _summarise_run(data: RunData, run: str) -> dict[str, Any]:
         "worst_node": own.get("worst_node"),
         "weighted": finite(own.get(f"{METRIC}_weighted")),
         "shared": finite((last.get("shared") or {}).get(METRIC)),
-        "bytes_down": int(sum(finite(row.get("bytes_down")) or 0 for row in rounds.values())),
-        "bytes_up": int(sum(finite(row.get("bytes_up")) or 0 for row in rounds.values())),
+        **{key: data.traffic(run, key) for key in ("bytes_down", "bytes_up")},
         "seconds": sum(seconds),
         "seconds_per_round": statistics.median(seconds[1:] or seconds) if seconds else None,
         "failures": sum(str(row.get("run", "")) == run for row in data.failures),

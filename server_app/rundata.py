@@ -30,6 +30,7 @@ class RunData:
         settings: the flat run config from `run.json`, or empty.
         nodes: run -> round -> node -> its row.
         rounds: run -> round -> the round's row.
+        exports: run -> round -> the row of the export after it.
         failures: rows in the order written.
         skipped: lines of `metrics.jsonl` that were not JSON objects.
     """
@@ -39,6 +40,7 @@ class RunData:
     settings: Row = field(default_factory=dict)
     nodes: dict[str, dict[int, dict[str, Row]]] = field(default_factory=dict)
     rounds: dict[str, dict[int, Row]] = field(default_factory=dict)
+    exports: dict[str, dict[int, Row]] = field(default_factory=dict)
     failures: list[Row] = field(default_factory=list)
     skipped: int = 0
 
@@ -61,6 +63,11 @@ class RunData:
         """The chosen strategy: the last run that is not `local`, else `local`, else an empty string."""
         others = [run for run in self.runs if run != "local"]
         return (others or self.runs or [""])[-1]
+
+    def traffic(self, run: str, key: str) -> int:
+        """Return the sum of `key`, bytes_down or bytes_up, over all rounds of `run` and what was exported after them."""
+        rows = [*self.rounds.get(run, {}).values(), *self.exports.get(run, {}).values()]
+        return int(sum(finite(row.get(key)) or 0 for row in rows))
 
     def last(self, run: str, key: str, until: Mapping[str, int] | None = None) -> dict[str, Row]:
         """Return node -> its newest row of `run` that holds a finite `key`.
@@ -110,6 +117,8 @@ def read_run(folder: Path) -> RunData:
             data.nodes.setdefault(run, {}).setdefault(number, {})[str(row.get("node"))] = row
         elif isinstance(number, int) and row.get("kind") == "round":
             data.rounds.setdefault(run, {})[number] = row
+        elif isinstance(number, int) and row.get("kind") == "export":
+            data.exports.setdefault(run, {})[number] = row
     return data
 
 

@@ -255,13 +255,16 @@ class HeteroStrategy(FlowerStrategy):
         """Ask every node to write its own model; return node name -> path on that node."""
         paths: dict[str, str] = {}
         self._records.clear()
+        self._ledger.begin([node.name for node in self._here])
         messages = [self._message(node, "query.export", server_round) for node in self._here]
         for reply in self._replies(messages, server_round, "export"):
             node = self._by_id(reply)
+            self._ledger.received(node.name, reply.content)
             try:
                 paths[node.name] = str(report_of(reply.content)["path"])
             except ValueError as error:
                 self._ledger.fail(server_round, node.name, "export", str(error))
+        self._ledger.write_export(server_round)
         return paths
 
     # Messages ------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ class Journal(Protocol):
 
     def node(self, row: dict[str, Any]) -> None: ...
     def round(self, row: dict[str, Any]) -> None: ...
+    def export(self, row: dict[str, Any]) -> None: ...
     def failure(self, server_round: int, node: str, phase: str, reason: str) -> None: ...
     def checkpoint(self, server_round: int, strategy: HeteroStrategy) -> None: ...
 
@@ -95,11 +96,18 @@ class Ledger:
         for row in rows:
             self._journal.node(row)
         summary: dict[str, Any] = {"round": server_round, "seconds": seconds, "sampled": sampled, "replied": self.count}
-        summary |= {key: sum(int(row.get(key, 0)) for row in rows) for key in ("bytes_down", "bytes_up")}
+        summary |= self._bytes()
         summary |= {"exchanges": len(self._exchanges), "seconds_exchanges": sum(self._exchanges), "method": method}
         if shared is not None:
             summary |= {"personalized": personalized(rows), "shared": shared}
         self._journal.round(summary)
+
+    def write_export(self, server_round: int) -> None:
+        """Write the bytes of the export after `server_round`, which is no part of a round."""
+        self._journal.export({"round": server_round, **self._bytes()})
+
+    def _bytes(self) -> dict[str, int]:
+        return {key: sum(int(row.get(key, 0)) for row in self._rows.values()) for key in ("bytes_down", "bytes_up")}
 
     def _count(self, node: str, key: str, size: int) -> None:
         row = self._rows.setdefault(node, {})

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from client_app.protocol import ORDER
 from server_app.checkpoint import CheckpointError
 from strategies.fleet import FleetError
-from strategies.messages import decode
+from strategies.messages import decode, wire_bytes
 from tests.fleet_fixture import config, grid, rows, run
 
 
@@ -42,6 +42,19 @@ def test_every_method_learns_the_easy_pictures(tmp_path, strategy):
     assert rounds[-1]["personalized"]["nodes"] == 3
     assert json.loads((tmp_path / "out/status.json").read_text())["state"] == "completed"
     assert not rows(tmp_path / "out", "failure")
+
+
+def test_the_export_counts_in_the_totals_and_in_no_round(tmp_path):
+    the_grid = run(config(tmp_path, strategy="fedavg", export="own", num_rounds=1), tmp_path / "out")
+    sent, received = (
+        sum(wire_bytes(content) for kind, _, content in messages if kind != "query.describe")
+        for messages in (the_grid.sent, the_grid.received)
+    )
+    totals = json.loads((tmp_path / "out/summary.json").read_text())["totals"]
+    assert (totals["bytes_down"], totals["bytes_up"]) == (sent, received)
+    (exported,), (one,) = rows(tmp_path / "out", "export"), rows(tmp_path / "out", "round")
+    asked = sum(wire_bytes(content) for kind, _, content in the_grid.sent if kind == "query.export")
+    assert (exported["round"], exported["bytes_down"], one["bytes_down"]) == (1, asked, sent - asked)
 
 
 def test_only_the_small_model_travels_and_no_private_name_is_in_any_message(tmp_path):

@@ -137,10 +137,11 @@ def test_what_is_typed_wins_over_the_commands_own_defaults(tmp_path: Path) -> No
 def test_the_cost_is_summed_over_strategies_and_rounds() -> None:
     row = {"exchanges": 2, "seconds_exchanges": 10.0, "bytes_down": 100, "bytes_up": 40}
     nodes = {1: {"a": {"seconds_train": 1.0}, "b": {"seconds_train": 3.0}}, 2: {"a": {"seconds_train": 0.5}, "b": {}}}
-    run = RunData(Path("."), rounds={"local": {1: row}, "fedmrl": {1: row, 2: row}}, nodes={"fedmrl": nodes})
-    cost = cost_of(run, down=303, up=121)
+    exports = {"fedmrl": {2: {"bytes_down": 50, "bytes_up": 1}}}
+    run = RunData(Path("."), rounds={"local": {1: row}, "fedmrl": {1: row, 2: row}}, nodes={"fedmrl": nodes}, exports=exports)
+    cost = cost_of(run, down=353, up=122)
     assert (cost.exchanges, cost.seconds, cost.seconds_train) == (6, 30.0, 3.5)
-    assert (cost.down, cost.up) == ((300, 303), (120, 121))
+    assert (cost.down, cost.up) == ((350, 353), (121, 122))
 
 
 def test_a_killed_node_takes_all_it_started_with_it_and_no_other(made: Deployment) -> None:
