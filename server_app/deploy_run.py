@@ -78,6 +78,7 @@ def plan_deployment(*, nodes: int, strategy: str | None, rounds: int | None, con
         experiment=None,
         resume=None,
         alone=None,
+        resumable=False,
     )
     return Plan(merged([], {}, launch.run_config), launch, tuple(f"node-{number}" for number in range(1, nodes + 1)), secure)
 

@@ -29,8 +29,12 @@ def plan(
     experiment: str | None,
     resume: Path | None,
     alone: bool | None,
+    resumable: bool = True,
 ) -> Launch:
     """Return what to launch, after every check that can be made here; nothing is written but the cache of decoded data.
+
+    Args: those of `heterofleet simulate`, and
+        resumable: whether the command that asks has `--resume`.
 
     Raises:
         SettingsError: naming the option or key.
@@ -40,9 +44,8 @@ def plan(
     folder = _folder(typed, out_dir, resume)
     header: dict[str, Any] = read_header(folder) if resume else {}
     if not resume and not is_free(folder):
-        raise SettingsError(
-            f"--out {folder} already holds a run; go on with it by --resume {shlex.quote(str(folder))}, or name another folder"
-        )
+        again = f"go on with it by --resume {shlex.quote(str(folder))}, or " if resumable else ""
+        raise SettingsError(f"--out {folder} already holds a run; {again}name another folder")
     options = {"strategy": strategy, "experiment": experiment, "alone": alone, "resume": str(folder) if resume else None}
     extra: dict[str, Scalar] = {key: value for key, value in options.items() if value is not None}
     extra |= {key: absolute(typed[key]) for key in _SOURCES if key in typed}

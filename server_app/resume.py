@@ -69,13 +69,15 @@ def check_resume(folder: Path, header: Mapping[str, Any], run_config: Mapping[st
     Raises:
         CheckpointError: naming each setting, or the number, that differs.
     """
+    then = header.get("nodes")
+    if then == 0 and nodes:
+        raise CheckpointError(f"cannot resume {folder} with simulated nodes: {_of_real_nodes(folder)}")
     before = header["run_config"]
     differences = [
         f"{key}: {before.get(key)!r} then, {run_config.get(key)!r} now"
         for key in sorted({*before, *run_config} - MAY_CHANGE)
         if before.get(key) != run_config.get(key)
     ]
-    then = header.get("nodes")
     if None not in (then, nodes) and then != nodes:
         differences.append(f"{_count(then)} then, {_count(nodes)} now: another number splits the data anew")
     if differences:
@@ -86,6 +88,17 @@ def check_resume(folder: Path, header: Mapping[str, Any], run_config: Mapping[st
         raise CheckpointError(
             f"num-rounds = {wanted}, but {run} in {folder} has {done[run]} rounds behind it; type num-rounds={done[run]} or more"
         )
+
+
+def _of_real_nodes(folder: Path) -> str:
+    """Return how to go on with a run of real nodes, which hold its private state and its data."""
+    if (folder / "nodes").is_dir():
+        return "it was run by deploy-local, whose nodes were taken down with their data; start a new run in another folder"
+    again = f"resume='{folder}'"
+    return (
+        f"it is a run of real nodes, which keep its private state; with these nodes connected and the same settings, type: "
+        f'flwr run . <your SuperLink> --run-config "{again} ..."'
+    )
 
 
 def _count(nodes: int | None) -> str:

@@ -117,7 +117,7 @@ def test_what_cannot_be_deployed_is_said_at_once(tmp_path: Path, change: dict, r
 
 def test_a_folder_with_a_run_is_not_used_again(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(SettingsError, match="already holds a run"):
+    with pytest.raises(SettingsError, match="already holds a run; name another folder"):
         plan_deployment(nodes=2, strategy=None, rounds=None, config=[], secure=True, out_dir=tmp_path)
 
 

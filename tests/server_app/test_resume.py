@@ -53,6 +53,27 @@ def test_a_refused_resume_leaves_what_the_finished_run_says_of_itself(finished: 
     assert [row["round"] for row in rows(out, "round")] == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("local", "words"),
+    [
+        (False, 'type: flwr run . <your SuperLink> --run-config "resume='),
+        (True, "it was run by deploy-local, whose nodes were taken down with their data; start a new run"),
+    ],
+)
+def test_a_run_of_real_nodes_is_not_simulated_on_and_says_what_can_be_done(
+    finished: tuple[dict[str, Any], Path], launched: list[Any], local: bool, words: str
+) -> None:
+    _, out = finished
+    header = json.loads((out / "run.json").read_bytes())
+    write_text(out / "run.json", json.dumps({**header, "nodes": 0}))
+    if local:
+        (out / "nodes").mkdir()
+    result = command("simulate", "--resume", str(out), "-c", "num-rounds=4")
+    assert (result.exit_code, launched) == (2, []), result.output
+    assert words in result.stderr
+    assert "10 simulated nodes" not in result.stderr
+
+
 def test_the_command_refuses_before_it_launches(finished: tuple[dict[str, Any], Path], launched: list[Any]) -> None:
     _, out = finished
     before = (out / "status.json").read_bytes()
@@ -108,7 +129,7 @@ def test_a_resumed_run_that_is_stopped_says_what_goes_on_to_the_rounds_that_were
     assert f"go on with: heterofleet simulate --resume {out} -c fleet.quorum=0.7{rounds} --workers 3\n" in result.stderr
 
 
-@pytest.mark.parametrize(("then", "now", "words"), [(0, 4, "real nodes then, 4 simulated"), (4, 0, "4 simulated nodes then, real nodes")])
+@pytest.mark.parametrize(("then", "now", "words"), [(0, 4, "run of real nodes"), (4, 0, "4 simulated nodes then, real nodes")])
 def test_real_and_simulated_nodes_are_told_apart(tmp_path: Path, then: int, now: int, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         check_resume(tmp_path, {"nodes": then, "run_config": {"num-rounds": 1}}, {"num-rounds": 1}, now)
