@@ -77,7 +77,13 @@ class NodeTrainer(local.NodeTrainer):
         facts: dict[str, Scalar] = {**super().describe(), "feature_dim": self.model.feature_dim, "lora_modules": self._adapted}
         if self.config.objective == "none":
             return facts
-        return {**facts, "public_manifest": self.public.manifest, "public_items": len(self.public)}
+        public = self.public
+        if self.config.public_views == "random" and len(public.input_shape) != 3:
+            raise ValueError(
+                f"fedmuscle.public-views = 'random' is for pictures, the public set {public.name!r} has samples of shape "
+                f"{public.input_shape}; set it to 'plain' (which leaves out simclr)"
+            )
+        return {**facts, "public_manifest": public.manifest, "public_items": len(public)}
 
     def private_state(self) -> Tensors:
         parts = {"model": self.model, "projector": self.projector}

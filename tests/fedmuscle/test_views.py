@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from server_app.overrides import merged
+from server_app.preflight import check_fleet
+from server_app.settings import SettingsError
 from strategies.fedmuscle.views import random_view
 from strategies.seeds import generator
 from tests.fedmuscle.muscle_fixture import muscle, states, trainer
@@ -42,6 +45,16 @@ def test_a_fifth_of_the_views_is_grey_and_half_is_mirrored():
 def test_what_is_no_picture_is_refused():
     with pytest.raises(ValueError, match=r"shape \(7,\) are no pictures.*fedmuscle.public-views"):
         random_view(torch.zeros(4, 7), generator(0))
+
+
+def test_a_public_set_without_pictures_is_refused_before_anything_starts(tmp_path):
+    lines = [f"{index / 7},{index % 5},{index % 2}" for index in range(80)]
+    (tmp_path / "table.csv").write_text("\n".join(["a,b,label", *lines]) + "\n", encoding="utf-8")
+    table = str(tmp_path / "table.csv")
+    flat = {**muscle(tmp_path, fedmuscle__public_source=table, fedmuscle__public_views="random"), "data.source": table}
+    with pytest.raises(SettingsError, match=r"public-views = 'random' is for pictures, the public set .* shape \(2,\); set it to 'plain'"):
+        check_fleet(merged([], {**flat, "fleet.models": "mlp"}), 2)
+    check_fleet(merged([], {**flat, "fleet.models": "mlp", "fedmuscle.public-views": "plain"}), 2)
 
 
 def test_the_anchor_is_the_view_that_was_uploaded(tmp_path, monkeypatch):
