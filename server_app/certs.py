@@ -64,7 +64,9 @@ def create(out: Path, hosts: Sequence[str] = (), addresses: Sequence[str] = (), 
     san = _alternative_names(hosts, addresses)
     if nodes < 1 or not 1 <= days <= CA_DAYS:
         raise CertsError(f"--nodes {nodes} --days {days}: type at least one node and 1 to {CA_DAYS} days")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not out.is_dir():
+        raise CertsError(f"--out {out} is a file; name a folder that is to be made")
+    if out.exists() and any(out.iterdir()):
         raise CertsError(f"{out} exists and is not replaced; name another --out, or type --renew for a new server certificate")
     try:
         server = _made(out.resolve(), san, nodes, days)

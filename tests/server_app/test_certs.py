@@ -190,3 +190,10 @@ def test_the_command_prints_what_to_type_next_and_the_paths_exist(tmp_path, monk
     renewed = CliRunner().invoke(cli.app, ["certs", "--out", str(folder), "--renew", "--days", "7"])
     assert renewed.exit_code == 0
     assert "nodes need nothing new" in renewed.output
+
+
+def test_a_file_is_not_taken_for_a_folder(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(CertsError, match="out is a file; name a folder"):
+        create(tmp_path / "out", nodes=1)
+    assert (tmp_path / "out").read_text() == "mine"
