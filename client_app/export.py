@@ -84,7 +84,7 @@ def _card(name: str, model: nn.Module, trainer: Trainer, metrics: dict[str, floa
     context = trainer.context
     return {
         "model": name,
-        "architecture": trainer.model_name,
+        "architecture": trainer.architecture(name),
         "node": context.profile.node_name,
         "strategy": context.settings.strategy,
         "input": {"shape": ["batch", *context.task.input_shape], "dtype": str(context.task.train.inputs.dtype).removeprefix("torch.")},

@@ -52,8 +52,10 @@ def compare(
             plan=plan, nodes=nodes, seeds=seeds, target=target, config=config or [], cases=case or [], search=search or []
         )
         folder = (out_dir or Path("runs") / "compare").expanduser().resolve()
-        check_cases(made, folder / "jobs")
+        warnings = check_cases(made, folder / "jobs")
         make_folder(folder, "--out")
+        for warning in warnings:
+            err.print(f"[yellow]{literal(warning)}[/yellow]", soft_wrap=True)
         _run_comparison(made, folder, jobs or os.cpu_count() or 1, quiet)
 
 

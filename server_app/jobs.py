@@ -70,8 +70,8 @@ def is_done(folder: Path) -> bool:
     return bool(job_record(folder).get("state") == "done")
 
 
-def check_cases(comparison: Comparison, jobs_dir: Path) -> None:
-    """Return if every case could begin, as `preflight.check_fleet` says; what is done already is not asked.
+def check_cases(comparison: Comparison, jobs_dir: Path) -> tuple[str, ...]:
+    """Return what `preflight.check_fleet` says of the cases, all of which can begin; what is done already is not asked.
 
     Args:
         comparison: what is to run.
@@ -82,13 +82,15 @@ def check_cases(comparison: Comparison, jobs_dir: Path) -> None:
     """
     from server_app.preflight import check_fleet  # torch: seconds
 
+    warnings: list[str] = []
     for name, job in _first_jobs(comparison):
         if is_done(jobs_dir / job.folder):
             continue
         try:
-            check_fleet(merged([], job.config), job.nodes)
+            warnings += (f"case {name!r}: {warning}" for warning in check_fleet(merged([], job.config), job.nodes))
         except SettingsError as error:
             raise SettingsError(f"case {name!r}: {error}") from error
+    return tuple(dict.fromkeys(warnings))
 
 
 def _first_jobs(comparison: Comparison) -> Iterator[tuple[str, Job]]:

@@ -57,10 +57,11 @@ def plan(
     if resume:
         check_resume(folder, {**header, "nodes": before} if before else header, checked.flat, count)
     _check_resources(checked, count, cpus, gpus, workers)
+    warnings = () if checked.settings.data.test_fraction else (NO_TEST,)
     if not resume:
         from server_app.preflight import check_fleet  # torch: seconds
 
-        check_fleet(checked, count)
+        warnings += check_fleet(checked, count)
     return Launch(
         out_dir=folder,
         run_config=checked.flat,
@@ -69,7 +70,7 @@ def plan(
         gpus=gpus,
         workers=workers,
         modules=own_modules(checked),
-        warnings=() if checked.settings.data.test_fraction else (NO_TEST,),
+        warnings=warnings,
     )
 
 

@@ -30,8 +30,8 @@ def check_names(settings: Settings, method: Section) -> None:
             )
 
 
-def check_fleet(checked: RunConfig, nodes: int) -> None:
-    """Return if a simulated fleet can begin: one node of each model and source is made as it will be on the nodes.
+def check_fleet(checked: RunConfig, nodes: int) -> tuple[str, ...]:
+    """Return what should be known of a simulated fleet that can begin: nodes of each kind are made as they will be there.
 
     Raises:
         SettingsError: data that cannot be read or divided, a model that cannot be built for them, or settings of the
@@ -39,21 +39,25 @@ def check_fleet(checked: RunConfig, nodes: int) -> None:
     """
     check_names(checked.settings, checked.method)
     seen: set[tuple[str, str]] = set()
-    sources: set[str] = set()
+    described: set[str | float] = set()  # sources and rank ratios
+    warnings: list[str] = []
     for index in range(nodes):
         profile = NodeProfile.of({"partition-id": index, "num-partitions": nodes}, checked.settings)
-        if (profile.model, profile.data) in seen:
+        fresh = {profile.data, profile.rank_ratio} - described
+        if (profile.model, profile.data) in seen and not fresh:
             continue
         try:
-            _check_node(profile, checked, first=not seen, new_source=profile.data not in sources)
+            warnings += _check_node(profile, checked, first=not seen, describe=bool(fresh))
         except (ValueError, RuntimeError) as error:
             where = "" if isinstance(error, (tasks.DataError, SettingsError)) else f"{profile.node_name}, model {profile.model}: "
             raise SettingsError(f"{where}{error}") from error
         seen.add((profile.model, profile.data))
-        sources.add(profile.data)
+        described |= fresh
+    return tuple(dict.fromkeys(warnings))
 
 
-def _check_node(profile: NodeProfile, checked: RunConfig, *, first: bool, new_source: bool) -> None:
+def _check_node(profile: NodeProfile, checked: RunConfig, *, first: bool, describe: bool) -> list[str]:
+    """Return the warnings that a node gives of itself."""
     settings = checked.settings
     task = tasks.load(profile, settings)
     if first:
@@ -62,12 +66,14 @@ def _check_node(profile: NodeProfile, checked: RunConfig, *, first: bool, new_so
                 models.build(name, input_shape=task.input_shape, num_outputs=task.num_outputs)
             except models.ModelError as error:
                 raise SettingsError(f"{key} = {name!r}: {error}") from error
+    warnings = []
     for run in dict.fromkeys(["local", settings.strategy] if settings.alone else [settings.strategy]):
         own, config = strategies.settings_of({**checked.flat, "strategy": run})
         seed = derive_seed(settings.seed, profile.node_name)
         trainer = strategies.trainer_class(run)(NodeContext(profile, own, config, task, torch.device("cpu"), seed))
-        if new_source:  # with the public set, where the method has one: it must fit the node's samples
-            trainer.describe()
+        if describe:  # with the public set, where the method has one: it must fit the node's samples
+            warnings.append(str(trainer.describe().get("warning", "")))
+    return list(filter(None, warnings))
 
 
 def _models_of(settings: Settings, method: Section) -> Iterator[tuple[str, str]]:

@@ -51,8 +51,15 @@ class Trainer(ABC):
         """Name of the model this node uses under the method, for tables and cards; by default the node's own."""
         return self.context.profile.model
 
+    def architecture(self, name: str) -> str:
+        """Return what `exportable()[name]` is, for its card."""
+        return self.model_name
+
     def describe(self) -> dict[str, Scalar]:
-        """Return what the server must know to build a payload for this node (sizes, layouts)."""
+        """Return what the server must know to build a payload for this node (sizes, layouts).
+
+        A `warning` in it is shown before a simulation starts.
+        """
         return {}
 
     @abstractmethod

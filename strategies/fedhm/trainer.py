@@ -26,6 +26,7 @@ class NodeTrainer(Trainer):
     Attributes:
         full: the full model, from which hybrids are cut; its weights are the run's random start.
         model: what was received last: the hybrid at this round's ratio.
+        cut: whether any of its layers is low-rank.
     """
 
     def __init__(self, context: NodeContext) -> None:
@@ -34,11 +35,18 @@ class NodeTrainer(Trainer):
         self.full = with_norm(build_model(context, self.config.model, context.settings.seed, "shared"), self.config.batch_norm)
         self.model: nn.Module = self.full
         self.ratio = 1.0
+        self.cut = False
         self._evaluated: nn.Module | None = None
 
     @property
     def model_name(self) -> str:
-        return self.config.model if self.config.rank_ratio == "dynamic" else f"{self.config.model} at {self.ratio:g}"
+        if self.config.rank_ratio == "dynamic":
+            return self.config.model
+        whole = " (nothing cut)" if self.ratio < 1 and not self.cut else ""
+        return f"{self.config.model} at {self.ratio:g}{whole}"
+
+    def architecture(self, name: str) -> str:
+        return f"{self.model_name}, factors multiplied out" if name == "dense" and self.cut else self.model_name
 
     def describe(self) -> dict[str, Scalar]:
         ratio = self.context.profile.rank_ratio
@@ -46,8 +54,10 @@ class NodeTrainer(Trainer):
             ratio = largest_affordable(self.full, self.context)
         tier = Tier.of(self.full, ratio, self.config)
         hybrid = tier.hybrid(self.full)
-        self.ratio = ratio
+        self.ratio, self.cut = ratio, bool(tier.ranks)
+        uncut = f"at rank ratio {ratio:g} no layer of {self.config.model} is cut (fedhm.rho = {self.config.rho}): its nodes hold all of it"
         return {
+            **({"warning": uncut} if ratio < 1 and not self.cut else {}),
             "model": self.model_name,
             "rank_ratio": ratio,
             "ranks": tier.table,
@@ -71,7 +81,7 @@ class NodeTrainer(Trainer):
                 f"({tier.table} here, {table} there); use the same versions of torch and of the model on both"
             )
         self.model = tier.hybrid(self.full, payload.tensors).to(memory_format=torch.channels_last)
-        self.ratio, self._evaluated = ratio, None
+        self.ratio, self.cut, self._evaluated = ratio, bool(tier.ranks), None
 
     def train(self, payload: Payload, generator: torch.Generator) -> Update:
         settings, task, model = self.context.settings.train, self.context.task, self.model

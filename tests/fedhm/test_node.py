@@ -171,6 +171,18 @@ def test_the_full_model_and_a_hybrid_are_exported_and_run_with_torch_alone(tmp_p
     sizes = [json.loads(path.with_suffix(".json").read_text())["parameters"] for path in paths]
     assert (sizes[0] < sizes[1]) == (ratio < 1)
     assert not factored_layers(trainer.exportable()["dense"])
+    named = f"{GROUPED} at {ratio:g}"
+    cards = [json.loads(path.with_suffix(".json").read_text())["architecture"] for path in paths]
+    assert cards == [named, f"{named}, factors multiplied out" if ratio < 1 else named]
+
+
+def test_a_node_whose_ratio_cuts_nothing_says_so(tmp_path):
+    trainer = node(config(tmp_path, fedhm__rho=99, fleet__rank_ratios="0.5"), 1)
+    facts = trainer.describe()
+    assert facts["model"] == f"{trainer.config.model} at 0.5 (nothing cut)"
+    assert facts["warning"].endswith("is cut (fedhm.rho = 99): its nodes hold all of it")
+    assert trainer.architecture("dense") == facts["model"]
+    assert "warning" not in node(config(tmp_path, fleet__rank_ratios="0.5"), 1).describe()
 
 
 def test_auto_is_the_largest_ratio_within_both_limits(tmp_path):

@@ -44,9 +44,9 @@ def test_a_public_set_that_does_not_fit_the_data_of_a_node_is_refused_before_the
 def test_only_what_is_not_done_is_asked_again(tmp_path, monkeypatch):
     made = plan_comparison(nodes=2, cases=["a: strategy=fedmrl"], seeds="1,2")
     asked: list[Values] = []
-    monkeypatch.setattr(preflight, "check_fleet", lambda checked, nodes: asked.append(checked.flat))
+    monkeypatch.setattr(preflight, "check_fleet", lambda checked, nodes: asked.append(checked.flat) or ("a warning",))
     (done,) = (job for job in made.jobs if job.strategy == "fedavg" and job.seed == 1)
     (tmp_path / done.folder).mkdir()
     (tmp_path / done.folder / "job.json").write_text('{"state": "done"}', encoding="utf-8")
-    check_cases(made, tmp_path)
+    assert check_cases(made, tmp_path) == ("case 'local': a warning", "case 'a': a warning")
     assert [(config["strategy"], config["seed"]) for config in asked] == [("local", 1), ("fedmrl", 1), ("local", 2)]

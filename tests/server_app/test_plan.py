@@ -91,6 +91,13 @@ def test_no_test_samples_are_warned_of(launched: list[Launch], tmp_path: Path) -
     assert "data.test-fraction = 0: a node without a test split of its own is not evaluated" in result.stderr
 
 
+def test_a_ratio_that_cuts_nothing_is_warned_of_once_also_with_quiet(launched: list[Launch], tmp_path: Path) -> None:
+    small = ("--nodes", "4", "--strategy", "fedhm", "--no-alone", "-c", "fleet.rank-ratios=1.0,0.5", "-c", "fleet.models=mlp")
+    result = run("simulate", *small, "-q", "-c", "fedhm.rho=99", "--out", str(tmp_path / "run"))
+    assert (result.exit_code, result.stderr.count("at rank ratio 0.5 no layer of cnn5 is cut (fedhm.rho = 99)")) == (0, 1), result.output
+    assert "no layer" not in run("simulate", *small, "--out", str(tmp_path / "other")).stderr
+
+
 @pytest.mark.parametrize(("begun", "words"), [(False, "nothing was done yet"), (True, "--resume '")])
 def test_a_stop_says_what_can_be_typed_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool, words: str) -> None:
     def stopped(wanted: Launch, on_status: Any) -> dict[str, Any]:
