@@ -57,7 +57,7 @@ def plan(
     if resume:
         check_resume(folder, {**header, "nodes": before} if before else header, checked.flat, count)
     _check_resources(checked, count, cpus, gpus, workers)
-    warnings = () if checked.settings.data.test_fraction else (NO_TEST,)
+    warnings: tuple[str, ...] = () if checked.settings.data.test_fraction else (NO_TEST,)
     if not resume:
         from server_app.preflight import check_fleet  # torch: seconds
 

@@ -43,7 +43,7 @@ def check_fleet(checked: RunConfig, nodes: int) -> tuple[str, ...]:
     warnings: list[str] = []
     for index in range(nodes):
         profile = NodeProfile.of({"partition-id": index, "num-partitions": nodes}, checked.settings)
-        fresh = {profile.data, profile.rank_ratio} - described
+        fresh: set[str | float] = {profile.data, profile.rank_ratio} - described
         if (profile.model, profile.data) in seen and not fresh:
             continue
         try:
