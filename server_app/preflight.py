@@ -39,11 +39,11 @@ def check_fleet(checked: RunConfig, nodes: int) -> tuple[str, ...]:
     """
     check_names(checked.settings, checked.method)
     seen: set[tuple[str, str]] = set()
-    described: set[str | float] = set()  # sources and rank ratios
+    described: set[object] = set()  # sources and rank ratios
     warnings: list[str] = []
     for index in range(nodes):
         profile = NodeProfile.of({"partition-id": index, "num-partitions": nodes}, checked.settings)
-        fresh: set[str | float] = {profile.data, profile.rank_ratio} - described
+        fresh = {profile.data, profile.rank_ratio} - described
         if (profile.model, profile.data) in seen and not fresh:
             continue
         try:
