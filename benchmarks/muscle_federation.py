@@ -3,13 +3,13 @@
     python benchmarks/muscle_federation.py --data CIFAR10 CIFAR100 MNIST CIFAR10 CIFAR100 CIFAR10 --public CIFAR100 \
         [--seeds 21 22 23] [--rounds 10] [--only muscle-3 pairwise-3] [--set fedmuscle.steps=32 ...]
 
-Each is a folder or a name, as data.source. Node i reads the i-th source, cyclically; a source is divided among its nodes. A node has
-500 samples for training and 7500 for testing, pictures 16 pixels a side; a round is two epochs and 64 steps on public batches
-of which every node sees random views of its own ("plain": the pictures as they are). All variants of a seed start from the
-same models, splits and orders. "simclr" takes the same steps on two views of the node's own and exchanges nothing. Delta is the mean over nodes of the relative gain in
-test accuracy over `local` of the same seed, in percent; +- is the standard deviation over seeds. Bytes are those of all
-messages of a round, as serialised, a node. Seconds are of one process with one torch thread that shares the machine
-with the other seeds; rounds without evaluation.
+Each is a folder or a name, as data.source. Node i reads the i-th source, cyclically; a source is divided among its nodes. A
+node has 500 samples for training and 7500 for testing, pictures 16 pixels a side; a round is two epochs and 64 steps on
+public batches of which every node sees random views of its own ("plain": the pictures as they are). All variants of a seed
+start from the same models, splits and orders. "simclr" takes the same steps on two views of the node's own and exchanges
+nothing. Delta is the mean over nodes of the relative gain in test accuracy over `local` of the same seed, in percent; +- is
+the standard deviation over seeds. Bytes are those of all messages of a round, as serialised, a node. Seconds are of one
+process with one torch thread that shares the machine with the other seeds; rounds without evaluation.
 """
 
 from __future__ import annotations
