@@ -6,8 +6,8 @@ Five ratios in turn, 1 among them; nodes send back what they got. Above the memo
 model and the factors of it:
 
 - paper, delta: the method's half alone, with one reply at a time;
-- messages: the whole server with the engine, its outgoing messages and the replies of one pull (at most 8), in a federation
-  within the process.
+- messages: the whole server as it runs in deployment, with the engine, its outgoing messages and the replies of one pull; what
+  has been sent lies in a folder, where the SuperLink, another process, would hold it, serialised and read back as Flower does it.
 
 glibc keeps freed blocks of up to 32 MB for later, so that "usual malloc" depends on what was freed before. "returned" is with
 MALLOC_MMAP_THRESHOLD_=4194304: freed blocks of more than 4 MB go back at once, and what is counted is what the server needs.
@@ -23,6 +23,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app.message import make_message
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 import strategies
 from benchmarks.fedhm_tiers import CONFIG, MB, RATIOS, model, settings, status
@@ -49,8 +53,9 @@ FACTS = {"input_shape": "3,32,32", "num_outputs": 10, "class_names": "", "num_tr
 class Server(InProcessGrid):
     """Nodes that send back what they got; notes memory at the start of each round and at its end."""
 
-    def __init__(self, count: int, config: dict[str, Any]) -> None:
-        full = model()
+    def __init__(self, count: int, config: dict[str, Any], folder: Path) -> None:
+        full, self.folder = model(), folder
+        self.sent: dict[str, tuple[Any, str, list[str]]] = {}  # message id -> metadata, the content's object, all its objects
         self.tables = {ratio: Tier.of(full, ratio, CONFIG).table for ratio in RATIOS[1:]}
         super().__init__(self.reply, [{}] * count, config)  # type: ignore[arg-type]
         self.peaks: list[tuple[float, float]] = []  # of the round that ended, at the start of the next
@@ -64,11 +69,23 @@ class Server(InProcessGrid):
             table = self.tables.get(ratio) or Tier.of(model(), 1.0, CONFIG).table
             said |= {**FACTS, "rank_ratio": ratio, "ranks": table, "model": "resnet18", "num_partitions": 0}
         content = RecordDict({key: message.content[key] for key in ("arrays", "dtypes") if kind == "train"})
-        if kind == "train":
-            arrays = message.content.array_records["arrays"]
-            content["arrays"] = ArrayRecord({name: copied(array) for name, array in arrays.items()})
         content[REPORT] = ConfigRecord(said)
         return Message(content, reply_to=message)
+
+    def accept(self, key: str, message: Message) -> None:
+        objects = get_all_nested_objects(message.content)
+        for name, value in objects.items():
+            if not (self.folder / name).exists():
+                (self.folder / name).write_bytes(value.deflate())
+        self.sent[key] = (message.metadata, message.content.object_id, list(objects))
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return [self.answer(self.read(*self.sent.pop(key))) for key in message_ids if key in self.sent]
+
+    def read(self, metadata: Any, content: str, objects: list[str]) -> Message:
+        """Return the message that was sent."""
+        found = inflate_object_from_contents(content, {name: (self.folder / name).read_bytes() for name in objects})
+        return make_message(metadata=metadata, content=found)  # type: ignore[arg-type]
 
     def answer(self, message: Message) -> Message:
         self.answering = True
@@ -83,16 +100,13 @@ class Server(InProcessGrid):
         return list(self.contexts)
 
 
-def copied(array: Array) -> Array:
-    """Return `array` with bytes of its own."""
-    return Array(array.dtype, array.shape, array.stype, bytes(memoryview(array.data)))
-
-
-def with_messages(count: int) -> float:
+def with_messages(count: int, dtype: str) -> float:
     """Return the larger peak of the second and third round above the round's start, in MB."""
     with tempfile.TemporaryDirectory() as folder:
-        config = settings((1.0,), **{"num-rounds": 4, "eval-every": 0, "out-dir": folder, "fleet.min-nodes": count})
-        grid = Server(count, config)
+        asked = {"num-rounds": 4, "eval-every": 0, "out-dir": folder, "fleet.min-nodes": count, "transport.dtype": dtype}
+        config = settings((1.0,), **asked)
+        (store := Path(folder, "superlink")).mkdir()
+        grid = Server(count, config, store)
         app.main(grid, Context(grid.run.run_id, SUPERLINK, {}, RecordDict(), config))
     return max(high - base for (_, base), (high, _) in pairwise(grid.peaks[-3:]))
 
@@ -125,7 +139,7 @@ def show_server(counts: list[int]) -> None:
     print("| nodes | what | folding, usual malloc | end of the round | folding, returned | end of the round |")
     print("|---|---|---|---|---|---|")
     for count in counts:
-        for what in ("paper", "delta", "messages"):
+        for what in ("paper", "delta", "messages", "messages-float16"):
             figures = [value / one for returned in (False, True) for value in child(count, what, returned=returned)]
             print(f"| {count} | {what} | " + " | ".join(f"{value:.2f}" if value else "-" for value in figures) + " |", flush=True)
 
@@ -168,8 +182,8 @@ def main() -> None:
     logging.disable(logging.WARNING)
     if not options.what:
         show_server(options.nodes)
-    elif options.what == "messages":
-        print(json.dumps([with_messages(options.nodes[0]), 0.0]))
+    elif options.what.startswith("messages"):
+        print(json.dumps([with_messages(options.nodes[0], options.what.partition("-")[2] or "float32"), 0.0]))
     else:
         print(json.dumps(alone(options.nodes[0], options.what)))
 

@@ -296,6 +296,8 @@ class HeteroStrategy(FlowerStrategy):
         asked = {names[message.metadata.dst_node_id]: message for message in messages}
         started = time.perf_counter()
         largest = max((wire_bytes(message.content) for message in messages), default=0)  # replies are about as large
+        messages.clear()  # what has been sent is not kept: one copy of each payload
+        self._records.clear()
         for name, reply in self._exchange.send(asked, self.settings.fleet.round_timeout, largest):
             if isinstance(reply, str):
                 self._ledger.fail(server_round, name, phase, reply)
@@ -308,10 +310,9 @@ class HeteroStrategy(FlowerStrategy):
 
     def _fold_reply(self, node: Node, content: RecordDict) -> None:
         report = report_of(content)
-        tensors = decode(content)
-        count = report.get("num_examples", 0)
         self._ledger.received(node.name, content)
-        content.clear()  # the bytes that were read: as much memory as the tensors
+        tensors = decode(content, take=True)
+        count = report.get("num_examples", 0)
         if isinstance(count, (str, bool)) or not count > 0:
             raise UpdateError(f"the node reports {count!r} training samples: it has no weight in this round")
         check_update(tensors, self.expected(node))

@@ -48,14 +48,15 @@ class Exchange:
         """Send one message a node; yield (node name, reply or the reason why there is none), each name once.
 
         Ends after `timeout` seconds at the latest, counted from the call. A reply is yielded as it arrives; the larger replies
-        are (`reply_bytes`, about), the fewer are fetched at once.
+        are (`reply_bytes`, about), the fewer are fetched at once. Each message is taken out of `messages` as it is sent.
         """
         at_once = max(1, min(_CHUNK, int(_PULL / max(1, reply_bytes))))
         end = time.monotonic() + timeout
-        unsent, waiting = dict(messages), dict[str, str]()
+        waiting: dict[str, str] = {}
         pause, begun, look = _POLL_FIRST, self._activations() if messages else {}, time.monotonic() + _LOOK
-        while unsent or waiting:
-            yield from ((node, "refused by the SuperLink: the node is unknown or has left") for node in self._fill(unsent, waiting))
+        ids = {node: message.metadata.dst_node_id for node, message in messages.items()} if begun else {}
+        while messages or waiting:
+            yield from ((node, "refused by the SuperLink: the node is unknown or has left") for node in self._fill(messages, waiting))
             arrived = False
             for chunk in _chunks(list(waiting), at_once):
                 for reply in self.grid.pull_messages(chunk):
@@ -67,12 +68,12 @@ class Exchange:
                 break
             if begun and time.monotonic() >= look:
                 look = time.monotonic() + _LOOK
-                yield from ((node, _RESTARTED) for node in self._restarted(messages, waiting, begun))
+                yield from ((node, _RESTARTED) for node in self._restarted(ids, waiting, begun))
             pause = _POLL_FIRST if arrived else min(pause * 1.3, _POLL_LAST)
             if waiting:
                 time.sleep(min(pause, max(0.0, end - time.monotonic())))
         self.busy |= waiting
-        yield from ((node, f"no reply within {timeout:g} s (fleet.round-timeout)") for node in [*waiting.values(), *unsent])
+        yield from ((node, f"no reply within {timeout:g} s (fleet.round-timeout)") for node in [*waiting.values(), *messages])
 
     def _activations(self) -> dict[int, str]:
         """Return when each node was last activated; nothing where no SuperNodes are that could be started again."""
@@ -80,11 +81,10 @@ class Exchange:
             return {}
         return {info.node_id: info.last_activated_at for info in self.grid.get_nodes() if info.last_activated_at}
 
-    def _restarted(self, messages: dict[str, Message], waiting: dict[str, str], begun: dict[int, str]) -> list[str]:
+    def _restarted(self, ids: dict[str, int], waiting: dict[str, str], begun: dict[int, str]) -> list[str]:
         """Take the nodes out of `waiting` that were activated anew since `begun`, and return their names."""
         now = self._activations()
-        ids = {node: messages[node].metadata.dst_node_id for node in waiting.values()}
-        lost = {node for node, node_id in ids.items() if now.get(node_id, begun.get(node_id)) != begun.get(node_id)}
+        lost = {node for node in waiting.values() if now.get(ids[node], begun.get(ids[node])) != begun.get(ids[node])}
         for key in [key for key, node in waiting.items() if node in lost]:
             del waiting[key]
         return sorted(lost)

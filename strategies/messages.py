@@ -82,12 +82,13 @@ def decode_parts(content: RecordDict) -> dict[str, Tensors]:
     return {key.removeprefix(prefix): decode(content, f".{key.removeprefix(prefix)}") for key in content if key.startswith(prefix)}
 
 
-def decode(content: RecordDict, suffix: str = "") -> Tensors:
+def decode(content: RecordDict, suffix: str = "", *, take: bool = False) -> Tensors:
     """Return the tensors of a message, in the dtypes in which they were handed to `encode`.
 
     Args:
         content: what arrived.
         suffix: of the records' keys; parts have one, see `decode_parts`.
+        take: take each array out of `content` as it is read, so that bytes and tensors are never both whole in memory.
 
     Raises:
         ValueError: the message was not made by `encode`.
@@ -95,7 +96,7 @@ def decode(content: RecordDict, suffix: str = "") -> Tensors:
     record, restore = content.get(_ARRAYS + suffix), content.get(_DTYPES + suffix)
     if not isinstance(record, ArrayRecord) or not isinstance(restore, ConfigRecord):
         raise ValueError("the message carries no tensors: the sender runs another version of this app")
-    tensors: Tensors = dict(record.to_torch_state_dict())
+    tensors: Tensors = dict(record.to_torch_state_dict(keep_input=not take))
     for name, pair in restore.items():
         sent, _, wire = str(pair).partition(":")
         dtype = getattr(torch, sent, None)

@@ -44,7 +44,7 @@ class LocalGrid(InProcessGrid):
         kind, node = message.metadata.message_type, message.metadata.dst_node_id
         came = content if self.tamper is None else self.tamper(kind, node, content)
         if came is not None:
-            self.received.append((kind, node, RecordDict(dict(came))))  # the server lets go of what it has read
+            self.received.append((kind, node, through_the_wire(came)))  # the server takes the arrays out as it reads them
         return came
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:

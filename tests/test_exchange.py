@@ -119,3 +119,10 @@ def test_large_replies_are_fetched_few_at_a_time(reply_bytes: int, at_once: int)
 
 def test_nothing_to_send_is_over_at_once() -> None:
     assert list(Exchange(Counter()).send({}, 5.0)) == []
+
+
+def test_a_message_is_taken_out_as_it_is_sent_and_one_that_waits_for_its_turn_is_kept() -> None:
+    messages = _messages(4)
+    for _ in Exchange(Counter(silent=["node-1"]), window=2).send(messages, 0.2):
+        break
+    assert list(messages) == ["node-2", "node-3"]

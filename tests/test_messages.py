@@ -67,3 +67,10 @@ def test_a_part_in_two_messages_is_one_record_and_comes_back_in_both():
     assert back["peer-3"]["brain"].dtype == torch.bfloat16
     assert decode(through_the_wire(one)).keys() == {"x"}
     assert decode_parts(encode({})) == {}
+
+
+def test_tensors_can_be_taken_out_of_a_message_as_they_are_read():
+    content = encode(TENSORS)
+    taken = decode(content, take=True)
+    assert taken.keys() == TENSORS.keys()
+    assert not content["arrays"]

@@ -1,7 +1,7 @@
 """The server's average of lifted replies: W = sum_p alpha_p lift(reply_p), and what the full model keeps beyond it.
 
-Replies are folded as they arrive and none is kept. As in `strategies.aggregation`, every contribution is rounded once
-to a multiple of 2^-36 and summed in int64, so that the result has the same bits whoever replies first.
+Replies are folded as they arrive and none is kept; the sums are of `strategies.fedhm.sums`, so that the result has the
+same bits whoever replies first.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from strategies.aggregation import UpdateError, check_update
 from strategies.fedhm.decompose import Factors, squared_norm
 from strategies.fedhm.lowrank import blocks, roll
 from strategies.fedhm.plan import Absent, LowRank, Part, Plan, Tensors, layout, lift
+from strategies.fedhm.sums import UNIT, FixedSum, fixed
 
-_UNIT = 2.0**36
 _MAX_VALUE = 2.0**24
 _CHUNK = 2**16  # elements rounded at a time: small enough to stay in the cache, four times faster than all at once
 _MAX_TOTAL_WEIGHT = 4.0
@@ -44,14 +44,14 @@ class _Sum:
     """Running sums of one parameter.
 
     Attributes:
-        total: int64, contiguous in the order (m, h, n, w), in which a group's block is a plain (M, N) view.
+        total: contiguous in the order (m, h, n, w), in which a group's block is a plain (M, N) view.
         weights: of contributions that cover everything.
         partial: int64 in the parameter's shape: weights of index products; None while there are none.
         thin: (rank, weight) of the low-rank contributions.
         stack: (key, ut, vt, weight) of them; None once they are no longer the shorter description.
     """
 
-    total: torch.Tensor
+    total: FixedSum
     weights: list[float] = field(default_factory=list)
     partial: torch.Tensor | None = None
     thin: list[tuple[int, float]] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Merger:
         if not scale > 0 or not math.isfinite(scale):
             raise ValueError(f"scale must be a positive number, not {scale}")
         self._state, self._keep, self._sent, self._scale = state, keep, sent or {}, scale
-        self._sums = {name: _Sum(torch.zeros(_order(t.shape), dtype=torch.int64)) for name, t in state.items() if t.is_floating_point()}
+        self._sums = {name: _Sum(FixedSum.zeros(_order(t.shape))) for name, t in state.items() if t.is_floating_point()}
         self._weights: list[float] = []
 
     def fold(self, tensors: Tensors, plan: Plan, weight: float, key: str = "") -> None:
@@ -130,27 +130,26 @@ class Merger:
         if not isinstance(part, Absent) and name not in self._sums:
             raise UpdateError(f"{name} is {self._state[name].dtype}: counters and masks are never averaged")
         if isinstance(part, LowRank):
-            # No entry of the product exceeds the product of the longest columns (Cauchy-Schwarz).
-            ut, vt = (torch.linalg.vector_norm(tensors[f"{name}.{f}"], dim=0, dtype=torch.float64).max() for f in ("ut", "vt"))
-            if float(ut * vt) >= _MAX_VALUE:
-                raise UpdateError(f"{name}: the factors' product may reach {float(ut * vt):.3g}, lower train.learning-rate")
+            largest = _largest_product(tensors[f"{name}.ut"], tensors[f"{name}.vt"])
+            if largest >= _MAX_VALUE:
+                raise UpdateError(f"{name}: the factors' product may reach {largest:.3g}, lower train.learning-rate")
             if self._keep and (name not in self._sent or self._sent[name].rank < part.rank):
                 raise ValueError(f"{name}: keep = {self._keep} needs the factors that were sent, at rank {part.rank} at least")
 
     def _fold_factors(self, running: _Sum, ut: torch.Tensor, vt: torch.Tensor, part: LowRank, share: float, key: str) -> None:
         columns = vt.shape[1] // part.groups
-        sums = running.total.view(part.groups, -1, columns)
-        step = max(1, _CHUNK // columns)
+        running.total.reserve(share * _largest_product(ut, vt))
+        sums = running.total.viewed(lambda x: x.view(part.groups, -1, columns))
+        rows, step = sums.high.shape[1], max(1, _CHUNK // columns)
         for group, (u, v) in enumerate(zip(_by_group(_wide(ut), part.groups), _by_group(_wide(vt), part.groups), strict=True)):
-            for start in range(0, sums.shape[1], step):
-                sums[group, start : start + step] += _fixed(u[:, start : start + step].mT @ v, share)
+            for start in range(0, rows, step):
+                sums.add((group, slice(start, start + step)), fixed(u[:, start : start + step].mT @ v, share))
         running.weights.append(share)
         running.thin.append((part.rank, share))
         running.groups = part.groups
         if running.stack is not None:
             running.stack.append((key, ut, vt, share))
-            side = min(sums.shape[1:])
-            if self._keep or sum(rank for rank, _ in running.thin) > side // 3:
+            if self._keep or sum(rank for rank, _ in running.thin) > min(rows, columns) // 3:
                 running.stack = None
 
     def _fold_dense(self, running: _Sum, tensors: Tensors, name: str, part: Part, share: float) -> None:
@@ -159,16 +158,18 @@ class Merger:
         if lifted is None:
             return
         running.stack = None
-        target = roll(running.total, tuple(shape)) if len(shape) == 4 else running.total
+        if lifted.value.numel():
+            running.total.reserve(share * max(map(abs, map(float, lifted.value.aminmax()))))
         if lifted.cover is None:
-            _accumulate(target, lifted.value, share)
+            _accumulate(running.total, lifted.value, share)
             running.weights.append(share)
             return
+        target = running.total.viewed(lambda x: roll(x, tuple(shape))) if len(shape) == 4 else running.total
         mesh = lifted.cover.mesh(shape)
-        target[mesh] += _fixed(lifted.value, share)
+        target.add(mesh, fixed(lifted.value, share))
         if running.partial is None:
             running.partial = torch.zeros(shape, dtype=torch.int64)
-        running.partial[mesh] += round(share * _UNIT)
+        running.partial[mesh] += round(share * UNIT)
 
     def _mean(self, name: str, running: _Sum, previous: torch.Tensor) -> torch.Tensor:
         """Return the new value, made a few outputs at a time: whole layers in float64 were most of the server's peak."""
@@ -176,17 +177,18 @@ class Merger:
         if running.partial is None and not weight:
             return previous
         value = torch.empty(previous.shape, dtype=previous.dtype)
-        total, target, old = (_outputs_first(x, ordered=x is running.total) for x in (running.total, value, previous))
+        total = running.total.viewed(lambda x: _outputs_first(x, ordered=True))
+        target, old = _outputs_first(value), _outputs_first(previous)
         partial = None if running.partial is None else _outputs_first(running.partial)
         unseen = self._unseen(name, running) if self._keep and running.thin else None
-        for part in _parts(total, running.groups):
-            mean = total[part].to(torch.float64).div_(_UNIT)
+        for part in _parts(total.high, running.groups):
+            mean = total.read(part).div_(UNIT)
             if unseen is not None:
                 unseen.add_to(mean, part, old[part])
             if partial is None:
                 target[part] = mean.div_(weight)
             else:
-                weights = partial[part].to(torch.float64).div_(_UNIT).add_(weight)
+                weights = partial[part].to(torch.float64).div_(UNIT).add_(weight)
                 target[part] = torch.where(weights > 0, mean / weights, old[part].to(torch.float64))
         return value
 
@@ -195,7 +197,7 @@ class Merger:
         seen = [math.fsum(sorted(w for rank, w in running.thin if rank > i)) for i in range(len(ut))]
         ut = ut * torch.tensor(seen, dtype=torch.float64).mul_(-self._keep).unsqueeze(1)
         whole = math.fsum(sorted(w for _, w in running.thin))
-        outputs = len(running.total) // running.groups
+        outputs = len(running.total.high) // running.groups
         return _Unseen(_by_group(ut, running.groups), _by_group(vt, running.groups), whole * self._keep, outputs)
 
 
@@ -256,16 +258,18 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to("cpu", torch.promote_types(x.dtype, torch.float32))
 
 
-def _accumulate(total: torch.Tensor, value: torch.Tensor, share: float) -> None:
-    if total.dim() == 0:
-        total, value = total.unsqueeze(0), value.unsqueeze(0)
-    rows = max(1, _CHUNK // max(1, total[:1].numel()))
-    for part, added in zip(total.split(rows), value.split(rows), strict=True):
-        part.add_(_fixed(added, share))
+def _accumulate(total: FixedSum, value: torch.Tensor, share: float) -> None:
+    target, added = total.viewed(lambda x: _outputs_first(x, ordered=True)), _outputs_first(value)
+    rows = max(1, _CHUNK // max(1, added[:1].numel()))
+    for start in range(0, len(added), rows):
+        part = slice(start, start + rows)
+        target.add(part, fixed(added[part].contiguous(), share))
 
 
-def _fixed(value: torch.Tensor, share: float) -> torch.Tensor:
-    return value.to("cpu", torch.float64).mul(share * _UNIT).round_().to(torch.int64)
+def _largest_product(ut: torch.Tensor, vt: torch.Tensor) -> float:
+    """Return what no entry of the product exceeds: the product of the longest columns (Cauchy-Schwarz)."""
+    longest = (torch.linalg.vector_norm(x, dim=0, dtype=torch.float64).max() for x in (ut, vt))
+    return math.prod(map(float, longest))
 
 
 def _side_by_side(running: _Sum) -> Stack:
