@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.app.message import make_message
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 import strategies
@@ -73,11 +73,12 @@ class Server(InProcessGrid):
         return Message(content, reply_to=message)
 
     def accept(self, key: str, message: Message) -> None:
-        objects = get_all_nested_objects(message.content)
-        for name, value in objects.items():
-            if not (self.folder / name).exists():
-                (self.folder / name).write_bytes(value.deflate())
-        self.sent[key] = (message.metadata, message.content.object_id, list(objects))
+        with no_object_id_recompute():
+            objects = get_all_nested_objects(message.content)
+            for name, value in objects.items():
+                if not (self.folder / name).exists():
+                    (self.folder / name).write_bytes(value.deflate())
+            self.sent[key] = (message.metadata, message.content.object_id, list(objects))
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         return [self.answer(self.read(*self.sent.pop(key))) for key in message_ids if key in self.sent]

@@ -26,7 +26,7 @@ from strategies.aggregation import UpdateError, check_update
 from strategies.exchange import Exchange
 from strategies.fleet import Fleet, FleetError, Node, ask
 from strategies.ledger import Journal, Ledger
-from strategies.messages import Payload, Tensors, Update, attach_part, decode, encode, wire_bytes
+from strategies.messages import Outbox, Payload, Tensors, Update, decode, encode, wire_bytes
 
 
 class HeteroStrategy(FlowerStrategy):
@@ -50,7 +50,7 @@ class HeteroStrategy(FlowerStrategy):
         self._here: list[Node] = []
         self._sampled: list[Node] = []
         self._ledger = Ledger(journal)
-        self._records: dict[int, tuple[object, RecordDict]] = {}  # id -> what was encoded (kept, or the id could come again), records
+        self._outbox = Outbox(settings.transport.dtype)
 
     # What a method writes ------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class HeteroStrategy(FlowerStrategy):
         result = Result()
         for server_round in range(self.first_round, num_rounds + 1):
             started = time.perf_counter()
-            self._records.clear()
+            self._outbox.clear()
             if server_round > self.first_round:
                 self._here = self._fleet.wait(self._failure_of(server_round), everyone=False)
             method = self._train_round(grid, server_round)
@@ -201,7 +201,7 @@ class HeteroStrategy(FlowerStrategy):
         The node half answers with `Trainer.exchange`, on the private state of its training of this round, and saves
         the state after it. Tensors are not checked against a layout: the method does that.
         """
-        self._records.clear()
+        self._outbox.clear()
         nodes = {node.name: node for node in self._sampled}
         messages = [self._message(nodes[name], "train.exchange", server_round, payload) for name, payload in payloads.items()]
         for reply in self._replies(messages, server_round, "exchange"):
@@ -227,7 +227,7 @@ class HeteroStrategy(FlowerStrategy):
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
         """Return one message for each node that is here: all are evaluated, sampled or not."""
-        self._records.clear()
+        self._outbox.clear()
         return [self._message(node, "evaluate", server_round) for node in self._here]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -254,7 +254,7 @@ class HeteroStrategy(FlowerStrategy):
     def export(self, server_round: int) -> dict[str, str]:
         """Ask every node to write its own model; return node name -> path on that node."""
         paths: dict[str, str] = {}
-        self._records.clear()
+        self._outbox.clear()
         self._ledger.begin([node.name for node in self._here])
         messages = [self._message(node, "query.export", server_round) for node in self._here]
         for reply in self._replies(messages, server_round, "export"):
@@ -275,21 +275,10 @@ class HeteroStrategy(FlowerStrategy):
 
     def _message(self, node: Node, kind: str, server_round: int, payload: Payload | None = None) -> Message:
         payload = payload or self.payload_for(node)
-        if id(payload) not in self._records:  # equal payloads are one record, which Flower stores once
-            encoded = encode(payload.tensors, self.settings.transport.dtype)
-            for name, tensors in payload.parts.items():
-                attach_part(encoded, name, self._encoded_part(tensors))
-            order = replace(self.order, server_round=server_round)
-            encoded[ORDER], encoded[PAYLOAD] = order.record(), ConfigRecord(dict(payload.settings))
-            self._records[id(payload)] = (payload, encoded)
-        content = RecordDict(dict(self._records[id(payload)][1]))
+        content = self._outbox.content(payload)
+        content[ORDER], content[PAYLOAD] = replace(self.order, server_round=server_round).record(), ConfigRecord(dict(payload.settings))
         self._ledger.sent(node.name, content)
         return ask(node.node_id, kind, content, group=str(server_round), timeout=self.settings.fleet.round_timeout)
-
-    def _encoded_part(self, tensors: Tensors) -> RecordDict:
-        if id(tensors) not in self._records:
-            self._records[id(tensors)] = (tensors, encode(tensors, self.settings.transport.dtype))
-        return self._records[id(tensors)][1]
 
     def _replies(self, messages: list[Message], server_round: int, phase: str) -> Iterator[Message]:
         names = {node.node_id: node.name for node in [*self._here, *self._sampled]}
@@ -297,7 +286,7 @@ class HeteroStrategy(FlowerStrategy):
         started = time.perf_counter()
         largest = max((wire_bytes(message.content) for message in messages), default=0)  # replies are about as large
         messages.clear()  # what has been sent is not kept: one copy of each payload
-        self._records.clear()
+        self._outbox.clear()
         for name, reply in self._exchange.send(asked, self.settings.fleet.round_timeout, largest):
             if isinstance(reply, str):
                 self._ledger.fail(server_round, name, phase, reply)

@@ -76,6 +76,34 @@ def attach_part(content: RecordDict, part: str, encoded: RecordDict) -> None:
         content[f"{key}.{part}"] = encoded[key]
 
 
+class Outbox:
+    """Encodes what goes out; the same payload or part is encoded once, and one record then, which Flower stores once.
+
+    Args:
+        dtype: as in `encode`.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._encoded: dict[int, tuple[object, RecordDict]] = {}  # id -> what was encoded (kept, or the id could come again), records
+
+    def content(self, payload: Payload) -> RecordDict:
+        """Return a new content that carries the payload's tensors and parts."""
+        content = RecordDict(dict(self._records(payload.tensors)))
+        for name, tensors in payload.parts.items():
+            attach_part(content, name, self._records(tensors))
+        return content
+
+    def clear(self) -> None:
+        """Let go of what was encoded."""
+        self._encoded.clear()
+
+    def _records(self, tensors: Tensors) -> RecordDict:
+        if id(tensors) not in self._encoded:
+            self._encoded[id(tensors)] = (tensors, encode(tensors, self._dtype))
+        return self._encoded[id(tensors)][1]
+
+
 def decode_parts(content: RecordDict) -> dict[str, Tensors]:
     """Return the tensors of each part of a message by the part's name; raises ValueError as `decode`."""
     prefix = f"{_ARRAYS}."

@@ -4,7 +4,7 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, RecordDict
 
-from strategies.messages import attach_part, decode, decode_parts, encode, wire_bytes
+from strategies.messages import Outbox, Payload, attach_part, decode, decode_parts, encode, wire_bytes
 from tests.local_grid import through_the_wire
 
 TENSORS = {
@@ -74,3 +74,15 @@ def test_tensors_can_be_taken_out_of_a_message_as_they_are_read():
     taken = decode(content, take=True)
     assert taken.keys() == TENSORS.keys()
     assert not content["arrays"]
+
+
+def test_what_goes_out_twice_is_one_record_until_the_outbox_is_cleared():
+    outbox, part = Outbox("float32"), {"z": torch.ones(3)}
+    payload = Payload(dict(TENSORS), parts={"peer": part})
+    first, second = outbox.content(payload), outbox.content(payload)
+    other = outbox.content(Payload(dict(TENSORS), parts={"peer": part}))
+    assert first is not second
+    assert all(first[key] is second[key] for key in first)
+    assert (first["arrays"] is other["arrays"], first["arrays.peer"] is other["arrays.peer"]) == (False, True)
+    outbox.clear()
+    assert outbox.content(payload)["arrays"] is not first["arrays"]

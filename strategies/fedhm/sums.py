@@ -16,7 +16,7 @@ UNIT = 2.0**36
 _HALF, _FULL, _CHUNK = 2**15, 2**16, 2**16
 _NARROW = 2.0**10  # bound of the sum's size: half of what 48 bits hold at 2^36 units for 1
 
-Index = slice | tuple[torch.Tensor | slice | int, ...]
+Where = slice | tuple[torch.Tensor | slice | int, ...]
 
 
 def fixed(value: torch.Tensor, share: float) -> torch.Tensor:
@@ -57,7 +57,7 @@ class FixedSum:
         """Return the sum seen through `view`, which must return a view."""
         return FixedSum(view(self.high), None if self.low is None else view(self.low), self.bound)
 
-    def add(self, where: Index, units: torch.Tensor) -> None:
+    def add(self, where: Where, units: torch.Tensor) -> None:
         """Add `units` (as `fixed` makes them; overwritten) to the elements at `where`."""
         if self.low is None:
             self.high[where] += units.to(torch.int64)
@@ -68,7 +68,7 @@ class FixedSum:
         self.high[where] = high.to(torch.int32)
         self.low[where] = units.sub_(high, alpha=_FULL).to(torch.int16)
 
-    def read(self, where: Index) -> torch.Tensor:
+    def read(self, where: Where) -> torch.Tensor:
         """Return the sum at `where` in units of 2^-36 as float64: exact below 2^53, which is 2^17 in value."""
         high = self.high[where].to(torch.float64)
         return high if self.low is None else high.mul_(_FULL).add_(self.low[where])
