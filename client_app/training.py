@@ -71,7 +71,9 @@ def train_epochs(
                 steps, seen = steps + 1, seen + len(index)
     mean = float(total) / max(seen, 1)
     if not mean < _TOO_MUCH:  # nan compares false
-        raise DivergedError(f"the training loss is {mean:.3g}: training diverged, lower train.learning-rate or set train.clip-norm")
+        raise DivergedError(
+            f"the training loss is {mean:.3g}: training diverged, lower train.learning-rate or the method's own, or set train.clip-norm"
+        )
     return TrainStats(mean, steps, len(samples))
 
 

@@ -156,7 +156,7 @@ def _split_user_net(name: str, net: nn.Module, input_shape: Shape, num_outputs: 
     whole = _run(name, net, probe, input_shape)
     extractor, head = _cut(net)
     if not isinstance(head, nn.Linear) or head.out_features != num_outputs:
-        raise ModelError(f"model {name!r} must end in a Linear with {num_outputs} outputs, but its last layer is {head}")
+        raise ModelError(f"model {name!r} must end in a Linear with {num_outputs} outputs, but the layer registered last is {head}")
     model = assemble(extractor, head.in_features, input_shape, num_outputs, None, head=head)
     _check_shapes(name, model, input_shape, num_outputs)
     # Under torch.device("meta") only the layout is wanted, and there are no numbers to compare.

@@ -30,6 +30,7 @@ import shlex
 import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from client_app.protocol import fingerprint
@@ -206,7 +207,10 @@ def _notes(record: Mapping[str, Any], data: RunData, mean: float | None, best: t
         notes.append("DIVERGED" + (f" on {len(nodes)} node{'s' * (len(nodes) > 1)}, first in round {since}" if nodes else ""))
     if state != "done":
         rounds = len(next(iter(data.rounds.values()), {}))
-        notes.append(f"{state} after {rounds} rounds" + (f": {reason[: 100 if gone else 300]}" if state == "failed" else ""))
+        notes.append(
+            f"{state} after {rounds} rounds"
+            + (f": {shorten(reason, 100 if gone else 300, placeholder=' ...')}" if state == "failed" else "")
+        )
     elif others := len(data.failures) - len(lost):
         notes.append(f"{others} failures of nodes")
     if state == "done" and mean is not None and best is not None and best[1] - mean > FELL:

@@ -166,7 +166,8 @@ def checked(model: type[S], values: Mapping[str, Any], *, prefix: str) -> S:
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
-        raise SettingsError("\n".join(_explain(model, issue, prefix) for issue in error.errors())) from None
+        told = {issue["loc"][:2]: _explain(model, issue, prefix) for issue in reversed(error.errors())}  # of one key the first
+        raise SettingsError("\n".join(reversed(told.values()))) from None
 
 
 def _explain(model: type[BaseModel], issue: Any, prefix: str) -> str:

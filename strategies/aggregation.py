@@ -17,6 +17,7 @@ from strategies.messages import Tensors
 _FRACTION = 36
 _MAX_VALUE = 2.0**24  # |v|; with total weight <= 2^2 the sum stays below 2^62 units
 _MAX_TOTAL_WEIGHT = 4.0
+_GROWTH = 1e3  # a round takes the largest weight at most so far beyond 1, or beyond the largest that was sent
 
 
 class UpdateError(ValueError):
@@ -34,11 +35,32 @@ def check_update(tensors: Tensors, like: Tensors) -> None:
             raise UpdateError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, expected {tuple(expected.shape)} {expected.dtype}")
         if not tensor.is_floating_point() or not tensor.numel():
             continue
-        largest = max(map(abs, map(float, tensor.aminmax())))  # without the copy that abs() makes
+        largest = largest_of(tensor)
         if not math.isfinite(largest):
             raise UpdateError(f"{name} holds NaN or infinity: training diverged, lower train.learning-rate")
         if largest >= _MAX_VALUE:
             raise UpdateError(f"{name} holds {largest:.3g} (limit {_MAX_VALUE:.3g}): training diverged, lower train.learning-rate")
+
+
+def check_growth(tensors: Tensors, sent: Tensors) -> None:
+    """Raise UpdateError where a matrix or convolution grew to a thousand times 1 or of what was sent: it diverged, if to finite numbers.
+
+    Vectors may grow: running variances of inputs in large units do.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dim() >= 2 and tensor.is_floating_point() and tensor.numel():
+            refuse_growth(name, largest_of(tensor), largest_of(sent[name]))
+
+
+def refuse_growth(name: str, largest: float, before: float) -> None:
+    """Raise UpdateError where `largest` is beyond reason for what was `before` in the round's start."""
+    if largest >= _GROWTH * max(1.0, before):
+        raise UpdateError(f"{name} grew from {before:.3g} to {largest:.3g}: training diverged, lower train.learning-rate")
+
+
+def largest_of(tensor: torch.Tensor) -> float:
+    """Return the largest absolute value, nan where one is, without the copy that abs() makes."""
+    return max(map(abs, map(float, tensor.aminmax())))
 
 
 class WeightedMean:

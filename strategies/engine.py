@@ -22,11 +22,11 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 
 from client_app.protocol import ORDER, PAYLOAD, Order, report_of
 from server_app.settings import Section, Settings
-from strategies.aggregation import UpdateError, check_update
+from strategies.aggregation import UpdateError, check_growth, check_update
 from strategies.exchange import Exchange
 from strategies.fleet import Fleet, FleetError, Node, ask
 from strategies.ledger import Journal, Ledger
-from strategies.messages import Outbox, Payload, Tensors, Update, decode, encode, wire_bytes
+from strategies.messages import Outbox, Payload, Tensors, TransportError, Update, decode, encode, wire_bytes
 
 
 class HeteroStrategy(FlowerStrategy):
@@ -275,7 +275,10 @@ class HeteroStrategy(FlowerStrategy):
 
     def _message(self, node: Node, kind: str, server_round: int, payload: Payload | None = None) -> Message:
         payload = payload or self.payload_for(node)
-        content = self._outbox.content(payload)
+        try:
+            content = self._outbox.content(payload)
+        except TransportError as error:
+            raise FleetError(f"round {server_round}: {error}") from None
         content[ORDER], content[PAYLOAD] = replace(self.order, server_round=server_round).record(), ConfigRecord(dict(payload.settings))
         self._ledger.sent(node.name, content)
         return ask(node.node_id, kind, content, group=str(server_round), timeout=self.settings.fleet.round_timeout)
@@ -304,7 +307,9 @@ class HeteroStrategy(FlowerStrategy):
         count = report.get("num_examples", 0)
         if isinstance(count, (str, bool)) or not count > 0:
             raise UpdateError(f"the node reports {count!r} training samples: it has no weight in this round")
-        check_update(tensors, self.expected(node))
+        sent = self.expected(node)
+        check_update(tensors, sent)
+        check_growth(tensors, sent)
         metrics = {k: float(v) for k, v in report.items() if isinstance(v, (int, float))}
         self.fold(node, Update(tensors, int(count), metrics))
         self._ledger.measured(node.name, report)

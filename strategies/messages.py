@@ -6,6 +6,7 @@ whose wire dtype differs from the sender's is listed beside the record and comes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -17,6 +18,10 @@ Tensors = dict[str, torch.Tensor]
 
 _WIRE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _ARRAYS, _DTYPES = "arrays", "dtypes"
+
+
+class TransportError(ValueError):
+    """A tensor does not fit the transport's dtype; the message names it."""
 
 
 @dataclass
@@ -56,6 +61,9 @@ def encode(tensors: Mapping[str, torch.Tensor], dtype: str = "float32") -> Recor
     Args:
         tensors: name -> tensor of any device and layout; 0-d tensors keep their shape.
         dtype: "float32", "float16" or "bfloat16".
+
+    Raises:
+        TransportError: a finite value is beyond `dtype`.
     """
     wire: Tensors = {}
     restore: dict[str, str] = {}
@@ -63,11 +71,21 @@ def encode(tensors: Mapping[str, torch.Tensor], dtype: str = "float32") -> Recor
         value = tensor.detach().to("cpu")
         sent = value.dtype
         if value.is_floating_point() and torch.finfo(value.dtype).bits > torch.finfo(_WIRE[dtype]).bits:
-            value = value.to(_WIRE[dtype])
+            value = _narrowed(name, value, _WIRE[dtype])
         if value.dtype != sent or value.dtype == torch.bfloat16:
             restore[name] = f"{str(sent).removeprefix('torch.')}:{str(value.dtype).removeprefix('torch.')}"
         wire[name] = (value.view(torch.int16) if value.dtype == torch.bfloat16 else value).contiguous()
     return RecordDict({_ARRAYS: ArrayRecord(wire), _DTYPES: ConfigRecord(dict(restore))})
+
+
+def _narrowed(name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    narrow, most = value.to(dtype), torch.finfo(dtype).max
+    if value.numel() and (largest := max(map(abs, map(float, value.aminmax())))) > most and math.isfinite(largest):
+        raise TransportError(
+            f"{name} holds {largest:.3g}, more than {str(dtype).removeprefix('torch.')} carries ({most:g}); "
+            'set transport.dtype = "bfloat16" or "float32", or lower train.learning-rate if it did not start as large'
+        )
+    return narrow
 
 
 def attach_part(content: RecordDict, part: str, encoded: RecordDict) -> None:

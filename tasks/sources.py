@@ -230,6 +230,8 @@ def _write_inputs(path: Path, part: RawSplit, shape: tuple[int, ...], where: str
         infinite = np.argwhere(np.isinf(part.inputs)) if part.inputs.dtype.kind == "f" else np.empty((0, 2), dtype=int)
         if len(infinite):
             raise DataError(f"{where}, row {infinite[0][0]}: feature {tuple(infinite[0][1:].tolist())} is infinite")
+        if gaps := int(np.count_nonzero(np.isnan(part.inputs))) if part.inputs.dtype.kind == "f" else 0:
+            log.warning("%s: %d of %d numbers are missing; each counts as the mean of its feature", where, gaps, part.inputs.size)
         np.save(path, part.inputs)
         return
     needed, free = len(part.labels) * int(np.prod(shape)), shutil.disk_usage(path.parent).free

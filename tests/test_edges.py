@@ -282,3 +282,9 @@ def test_an_out_dir_that_holds_a_run_is_not_overwritten(tmp_path):
     run(config(tmp_path), tmp_path / "out")
     with pytest.raises(SettingsError, match="already holds a run; go on with it by resume"):
         run(config(tmp_path), tmp_path / "out")
+
+
+def test_a_model_that_float16_cannot_carry_ends_the_run_with_what_to_set(tmp_path):
+    settings = config(tmp_path, strategy="fedavg", fedavg__model="tests.user_models:with_an_offset", transport__dtype="float16")
+    with pytest.raises(FleetError, match=r"round 1: .*offset holds 7e\+04, more than float16 carries"):
+        run(settings, tmp_path / "out")

@@ -43,7 +43,7 @@ def test_node_config_comes_before_the_run_config():
     [
         ("fleet.rank-ratios", "0.25, ,0.5", "fleet.rank-ratios.*empty item"),
         ("fleet.rank-ratios", "0.25,0", r"fleet.rank-ratios.1 = '0'.*greater than 0"),
-        ("fleet.rank-ratios", "-0.5", "fleet.rank-ratios"),
+        ("fleet.rank-ratios", "-0.5", r"^fleet.rank-ratios.0 = '-0.5': Input should be greater than 0$"),
         ("fleet.rank-ratios", "1.5", "less than or equal to 1"),
         ("fleet.rank-ratios", "half", "fleet.rank-ratios.*number"),
         ("fleet.models", "", "fleet.models is empty: name at least 1"),

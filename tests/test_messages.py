@@ -4,7 +4,7 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, RecordDict
 
-from strategies.messages import Outbox, Payload, attach_part, decode, decode_parts, encode, wire_bytes
+from strategies.messages import Outbox, Payload, TransportError, attach_part, decode, decode_parts, encode, wire_bytes
 from tests.local_grid import through_the_wire
 
 TENSORS = {
@@ -86,3 +86,12 @@ def test_what_goes_out_twice_is_one_record_until_the_outbox_is_cleared():
     assert (first["arrays"] is other["arrays"], first["arrays.peer"] is other["arrays.peer"]) == (False, True)
     outbox.clear()
     assert outbox.content(payload)["arrays"] is not first["arrays"]
+
+
+def test_a_finite_value_beyond_the_transports_dtype_is_named_and_an_infinite_one_is_left_to_the_receiver():
+    with pytest.raises(
+        TransportError, match=r'offset holds 7e\+04, more than float16 carries \(65504\); set transport\.dtype = "bfloat16"'
+    ):
+        encode({"w": torch.ones(2), "offset": torch.tensor(7e4)}, "float16")
+    assert encode({"offset": torch.tensor(7e4)}, "bfloat16")
+    assert decode(encode({"w": torch.tensor([torch.inf])}, "float16"))["w"].isinf().all()

@@ -39,3 +39,18 @@ def brain_float_net(input_shape, num_outputs, feature_dim=None):
             return self.layer(rep.to(torch.bfloat16)).float()
 
     return SplitModel(Narrow(), Wide(), input_shape=input_shape, feature_dim=width, num_outputs=num_outputs)
+
+
+def with_an_offset(input_shape, num_outputs, feature_dim=None):
+    """A linear model that also holds a number which float16 cannot carry."""
+    width = torch.Size(input_shape).numel()
+
+    class Body(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.offset = nn.Parameter(torch.tensor(7e4))
+
+        def forward(self, batch):
+            return batch.flatten(1) + 0 * self.offset
+
+    return SplitModel(Body(), nn.Linear(width, num_outputs), input_shape=input_shape, feature_dim=width, num_outputs=num_outputs)

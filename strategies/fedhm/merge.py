@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from strategies.aggregation import UpdateError, check_update
+from strategies.aggregation import UpdateError, check_update, largest_of, refuse_growth
 from strategies.fedhm.decompose import Factors, squared_norm
 from strategies.fedhm.lowrank import blocks, roll
 from strategies.fedhm.plan import Absent, LowRank, Part, Plan, Tensors, layout, lift
@@ -133,6 +133,7 @@ class Merger:
             largest = _largest_product(tensors[f"{name}.ut"], tensors[f"{name}.vt"])
             if largest >= _MAX_VALUE:
                 raise UpdateError(f"{name}: the factors' product may reach {largest:.3g}, lower train.learning-rate")
+            refuse_growth(f"{name} (the factors' product)", largest, largest_of(self._state[name]))
             if self._keep and (name not in self._sent or self._sent[name].rank < part.rank):
                 raise ValueError(f"{name}: keep = {self._keep} needs the factors that were sent, at rank {part.rank} at least")
 
@@ -159,7 +160,7 @@ class Merger:
             return
         running.stack = None
         if lifted.value.numel():
-            running.total.reserve(share * max(map(abs, map(float, lifted.value.aminmax()))))
+            running.total.reserve(share * largest_of(lifted.value))
         if lifted.cover is None:
             _accumulate(running.total, lifted.value, share)
             running.weights.append(share)

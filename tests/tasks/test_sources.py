@@ -306,3 +306,12 @@ def test_natural_ids_sort_numbers_as_numbers():
     codes, names = natural_ids([np.array([10, 9, 100, 9])])
     assert names == ["9", "10", "100"]
     assert codes.tolist() == [1, 0, 2, 0]
+
+
+def test_missing_numbers_are_counted_once_when_a_source_is_read(tmp_path, configured, caplog):
+    (tmp_path / "gaps.csv").write_text("a,b,label\n1,,0\n,2,1\n3,4,0\n")
+    open_source(str(tmp_path / "gaps.csv"), configured().data)
+    open_source(str(tmp_path / "gaps.csv"), configured().data)
+    told = [record.getMessage() for record in caplog.records if "missing" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].endswith("2 of 6 numbers are missing; each counts as the mean of its feature")
