@@ -10,7 +10,7 @@ from server_app.rundata import read_object
 
 # What may differ between a run and the run that goes on with it; everything else decides the result.
 MAY_CHANGE = {"num-rounds", "out-dir", "state-dir", "resume", "export", "experiment"}
-MAY_CHANGE |= {f"fleet.{key}" for key in ("min-nodes", "quorum", "join-timeout", "round-timeout", "retries")}
+MAY_CHANGE |= {f"fleet.{key}" for key in ("min-nodes", "quorum", "join-timeout", "round-timeout", "return-timeout", "retries")}
 
 
 class CheckpointError(RuntimeError):

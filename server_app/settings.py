@@ -62,6 +62,7 @@ class FleetSettings(Section):
     quorum: float = Field(0.5, gt=0.0, le=1.0)
     join_timeout: Positive = 120.0
     round_timeout: Positive = 3600.0
+    return_timeout: NonNegative = 20.0
     retries: int = Field(1, ge=0, le=10)
 
 

@@ -23,7 +23,7 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 from client_app.protocol import ORDER, PAYLOAD, Order, report_of
 from server_app.settings import Section, Settings
 from strategies.aggregation import UpdateError, check_growth, check_update
-from strategies.exchange import Exchange
+from strategies.exchange import Exchange, is_away
 from strategies.fleet import Fleet, FleetError, Node, ask
 from strategies.ledger import Journal, Ledger
 from strategies.messages import Outbox, Payload, Tensors, TransportError, Update, decode, encode, wire_bytes
@@ -293,6 +293,8 @@ class HeteroStrategy(FlowerStrategy):
         for name, reply in self._exchange.send(asked, self.settings.fleet.round_timeout, largest):
             if isinstance(reply, str):
                 self._ledger.fail(server_round, name, phase, reply)
+                if is_away(reply) and not self._fleet.partitions:
+                    self._fleet.lost.add(name)
             else:
                 yield reply
         self._ledger.exchanged(time.perf_counter() - started)

@@ -124,6 +124,11 @@ _CODES = {
 }
 
 
+def is_away(reason: str) -> bool:
+    """Return whether `reason`, of a node without a reply, says that its SuperNode went away or was started again."""
+    return reason == _RESTARTED or reason.startswith(_CODES[5])
+
+
 def _reason(reply: Message) -> str:
     """Return Flower's error as one line: its meaning, then the last line of the node's own text."""
     lines = [line.strip() for line in str(reply.error.reason or "").strip().splitlines() if line.strip()]

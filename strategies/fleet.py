@@ -60,6 +60,7 @@ class Fleet:
     nodes: dict[str, Node] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     partitions: int = 0
+    lost: set[str] = field(default_factory=set)
 
     def refresh(self, on_failure: Callable[[str, str], None]) -> list[Node]:
         """Return the nodes that are here and usable, sorted by name, after asking the new ones."""
@@ -78,19 +79,23 @@ class Fleet:
         """Return the usable nodes once enough are here; waits at most `fleet.join-timeout`.
 
         Enough is `fleet.min-nodes`, and with `everyone` in simulation each partition, refused or not. Where every node that
-        is connected was refused, the wait ends early: somebody has to mend something first.
+        is connected was refused, the wait ends early: somebody has to mend something first. Nodes `lost` since the last call
+        are given `fleet.return-timeout` to come back.
 
         Raises:
             FleetError: fewer than `fleet.min-nodes` are usable in time, with the reasons of those that are not.
         """
         newest = time.monotonic()
         end, seen = newest + self.settings.join_timeout, 0
+        lost, back = self.lost, newest + self.settings.return_timeout
+        self.lost = set()
         while True:
             nodes = self.refresh(on_failure)
             known = len(nodes) + len(self.refused)
             if known != seen:
                 seen, newest = known, time.monotonic()
             enough = len(nodes) >= self.settings.min_nodes and known >= (self.partitions if everyone else 0)
+            enough = enough and (lost <= {node.name for node in nodes} or time.monotonic() >= back)
             hopeless = 0 < self.partitions <= known  # a simulated fleet is complete: nobody else will come
             hopeless |= time.monotonic() - newest > _GRACE and self._all_refused()
             if enough or hopeless or time.monotonic() >= end:

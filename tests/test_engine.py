@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -247,3 +248,24 @@ def test_nodes_that_never_answer_are_waited_for_no_longer_than_asked_and_get_no_
     with pytest.raises(FleetError, match=r"1 usable nodes after 0.5 s \(fleet.join-timeout\), fleet.min-nodes = 2"):
         run(settings, tmp_path / "out", the_grid)
     assert [node for kind, node, _ in the_grid.sent if kind == "train"] == [1000, 1001, 1002]
+
+
+@pytest.mark.parametrize(("seconds", "sampled"), [(30.0, [3, 3, 3]), (0.0, [3, 3, 2])])
+def test_a_round_is_held_for_a_real_node_that_was_lost_in_the_one_before(tmp_path, monkeypatch, seconds, sampled):
+    monkeypatch.setattr("strategies.fleet._PAUSE", 0.05)
+    settings = config(tmp_path, strategy="fedavg", alone=False, num_rounds=3, eval_every=0, fleet__return_timeout=seconds)
+    the_grid = grid(settings, 3)
+    for index, context in enumerate(the_grid.contexts.values()):
+        context.node_config["name"] = f"real-{index}"
+
+    def lose(kind, node, content):
+        if kind == "train" and node == 1000 and sum(k == "train" for k, _, _ in the_grid.sent) == 4:
+            the_grid.offline.add(1002)
+            threading.Timer(0.5, the_grid.offline.clear).start()
+        return content
+
+    the_grid.tamper = lose
+    run(settings, tmp_path / "out", the_grid)
+    assert [row["sampled"] for row in rows(tmp_path / "out", "round")] == sampled
+    (failure,) = rows(tmp_path / "out", "failure")
+    assert (failure["round"], failure["node"]) == (2, "real-2")
