@@ -25,10 +25,15 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS)
 demo: $(VENV)/.app
 	$(BIN)/heterofleet simulate --nodes 10 $(DEMO) $(ARGS)
 
+# The slow tests, whole simulations and deployments that wait for much of their time, run beside the others; their output
+# comes last. pytest's exit code 5 says that ARGS chose no test of one kind.
 test: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(ARGS)
+	@log=$$(mktemp); $(BIN)/python -m pytest -m slow $(ARGS) > $$log 2>&1 & slow=$$!; trap 'kill $$slow' INT TERM; \
+	$(BIN)/python -m pytest -m "not slow" $(ARGS); quick=$$?; \
+	wait $$slow; slow=$$?; cat $$log; rm -f $$log; \
+	if [ $$quick = 5 ]; then exit $$slow; elif [ $$slow = 5 ]; then exit $$quick; else exit $$((quick + slow)); fi
 
 quick: $(VENV)/.dev
 	$(BIN)/ruff check .
