@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from strategies.messages import Tensors
+from strategies.messages import Tensors, largest_of
 
 _FRACTION = 36
 _MAX_VALUE = 2.0**24  # |v|; with total weight <= 2^2 the sum stays below 2^62 units
@@ -56,11 +56,6 @@ def refuse_growth(name: str, largest: float, before: float) -> None:
     """Raise UpdateError where `largest` is beyond reason for what was `before` in the round's start."""
     if largest >= _GROWTH * max(1.0, before):
         raise UpdateError(f"{name} grew from {before:.3g} to {largest:.3g}: training diverged, lower train.learning-rate")
-
-
-def largest_of(tensor: torch.Tensor) -> float:
-    """Return the largest absolute value, nan where one is, without the copy that abs() makes."""
-    return max(map(abs, map(float, tensor.aminmax())))
 
 
 class WeightedMean:

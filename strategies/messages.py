@@ -78,9 +78,14 @@ def encode(tensors: Mapping[str, torch.Tensor], dtype: str = "float32") -> Recor
     return RecordDict({_ARRAYS: ArrayRecord(wire), _DTYPES: ConfigRecord(dict(restore))})
 
 
+def largest_of(tensor: torch.Tensor) -> float:
+    """Return the largest absolute value, nan where one is, without the copy that abs() makes."""
+    return max(map(abs, map(float, tensor.aminmax())))
+
+
 def _narrowed(name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     narrow, most = value.to(dtype), torch.finfo(dtype).max
-    if value.numel() and (largest := max(map(abs, map(float, value.aminmax())))) > most and math.isfinite(largest):
+    if value.numel() and (largest := largest_of(value)) > most and math.isfinite(largest):
         raise TransportError(
             f"{name} holds {largest:.3g}, more than {str(dtype).removeprefix('torch.')} carries ({most:g}); "
             'set transport.dtype = "bfloat16" or "float32", or lower train.learning-rate if it did not start as large'

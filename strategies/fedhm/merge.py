@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from strategies.aggregation import UpdateError, check_update, largest_of, refuse_growth
+from strategies.aggregation import UpdateError, check_update, refuse_growth
 from strategies.fedhm.decompose import Factors, squared_norm
 from strategies.fedhm.lowrank import blocks, roll
 from strategies.fedhm.plan import Absent, LowRank, Part, Plan, Tensors, layout, lift
 from strategies.fedhm.sums import UNIT, FixedSum, fixed
+from strategies.messages import largest_of
 
 _MAX_VALUE = 2.0**24
 _CHUNK = 2**16  # elements rounded at a time: small enough to stay in the cache, four times faster than all at once
